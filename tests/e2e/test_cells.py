@@ -102,11 +102,14 @@ def test_an_engine_that_dies_leaves_other_cells_undisturbed(engines, fresh):
     assert all(row.notes == () for row in report.targets[1:])
 
 
-@pytest.mark.parametrize("what", ["killed", "stopped", "rank 1 killed", "rank 1 stopped"])
-@pytest.mark.parametrize("other", ["one", "two", "host", "bare"])
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        *(("one", what) for what in ("killed", "stopped", "rank 1 killed", "rank 1 stopped")),
+        *((other, "killed") for other in ("two", "host", "bare")),
+    ],
+)
 def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fresh, other, what):
-    if other != "one" and what != "killed":
-        pytest.skip("one engine is enough")
     doomed, rest, apart = fresh("--tp", "2"), getattr(engines, other), fresh("--local")
     assert serves_whole(doomed) == serves_whole(apart) == 0
     cell_ranks = 2 + rest.info().tp_size
@@ -130,7 +133,7 @@ def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fr
     assert "bucket" in report.targets[1].notes[0]
 
 
-@pytest.mark.parametrize(("other", "die_at"), [("one", 4), ("one", 19), ("one", 30), ("two", 30), ("host", 19)])
+@pytest.mark.parametrize(("other", "die_at"), [("one", 4), ("one", 12), ("one", 19), ("two", 19), ("host", 19)])
 def test_what_is_received_where_it_belongs_comes_again_into_other_memory(engines, fresh, monkeypatch, other, die_at):
     """Tensors travel in runs of their own, from where the trainer has them to where an engine keeps them."""
     monkeypatch.setattr(gather, "MIN_LENT_BYTES", 1)
@@ -190,6 +193,20 @@ def test_an_engine_that_dies_with_the_last_bucket_costs_no_bucket_again(engines,
     assert serves_whole(engines.one) == version
 
 
+@pytest.fixture
+def two_answers_late(monkeypatch) -> None:
+    """A cell goes back as if the answers to the last two buckets had not come yet."""
+    take_back = Channel.take_back
+
+    def take_further_back(self: Channel) -> int:
+        for link in self.links:
+            link.sent -= 2
+        return take_back(self)
+
+    monkeypatch.setattr(Channel, "take_back", take_further_back)
+
+
+@pytest.mark.usefixtures("two_answers_late")
 def test_a_wrong_bit_in_a_bucket_that_came_again_is_found(engines, fresh, monkeypatch):
     doomed, before = fresh("--local"), serves_whole(engines.one)
     start, begun, flipped = Channel.send, list[int](), list[int]()
@@ -261,6 +278,7 @@ class InOrder:
         self.inner.fill(bucket, layout, group)
 
 
+@pytest.mark.usefixtures("two_answers_late")
 def test_a_stream_starts_anew_and_only_missing_buckets_are_sent(engines, fresh):
     doomed = fresh("--local")
     version = next_version()
@@ -270,8 +288,8 @@ def test_a_stream_starts_anew_and_only_missing_buckets_are_sent(engines, fresh):
         report = updater.update(version=version)
     check_others(report, doomed, [engines.one], version)
     assert exporter.filled.count(0) == 2
-    assert 0 < report.resent_bytes <= 2 * SMALL_BUCKETS
-    assert buckets_of(engines.one) <= report.buckets + 2
+    assert 0 < report.resent_bytes <= 4 * SMALL_BUCKETS
+    assert report.buckets + 2 <= buckets_of(engines.one) <= report.buckets + 4
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +321,6 @@ def lose_an_engine(urls: list[str], victim: int, what: int, versions: list[int],
     return told
 
 
-@pytest.mark.parametrize("struck", ["killed", "stopped"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -312,10 +329,8 @@ def lose_an_engine(urls: list[str], victim: int, what: int, versions: list[int],
         pytest.param({"transport": "direct", "direct_by": "relay"}, id="relay"),
     ],
 )
-@pytest.mark.parametrize("cell_ranks", [4, 64])
+@pytest.mark.parametrize(("cell_ranks", "struck"), [(4, "killed"), (4, "stopped"), (64, "killed")])
 def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ranks, cell_ranks, options, struck):
-    if struck == "stopped" and cell_ranks == 64:
-        pytest.skip("one size of cells is enough")
     lost, kept, apart = fresh("--tp", "2"), fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]
     victim = lost.info().ranks[1].pid
