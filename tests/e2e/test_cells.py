@@ -228,6 +228,30 @@ def test_a_wrong_bit_in_a_bucket_that_came_again_is_found(engines, fresh, monkey
     assert rows[engines.one.url].status == "untouched"
 
 
+@pytest.mark.parametrize("cell_ranks", [2, 64])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_several_engines_die_in_one_update(engines, fresh, at_once, cell_ranks):
+    """At once or one after the other, in two cells or in one."""
+    doomed, others = [fresh("--local"), fresh("--local")], [engines.one, engines.host]
+    assert [serves_whole(engine) for engine in doomed] == [0, 0]
+    version, left = next_version(), list(doomed)
+
+    def strike(sent: int, total: int) -> None:
+        if sent > total // 4 and len(left) == 2:
+            left.pop().close()
+        if left and len(left) < 2 and (at_once or sent > total // 2):
+            left.pop().close()
+
+    chosen = [doomed[0], others[0], doomed[1], others[1]]
+    report = update(chosen, version, cell_ranks=cell_ranks, progress=strike)
+
+    assert not left
+    for engine in doomed:
+        check_others(report, engine, others, version)
+    assert report.resent_bytes <= 2 * 2 * SMALL_BUCKETS
+    assert all(buckets_of(engine) <= report.buckets + 4 for engine in others)
+
+
 def test_with_on_failure_raise_no_cell_switches(engines, fresh):
     doomed, before = fresh("--local"), serves_whole(engines.one)
     with pytest.raises(UpdateFailed, match=doomed.url) as caught:

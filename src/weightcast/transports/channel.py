@@ -132,9 +132,10 @@ class Channel:
 
     def fail(self, error: WeightcastError) -> None:
         """Keeps an error as the reason why this cell has failed, beside those that came before."""
-        found = together((self.failure, error))
-        assert isinstance(found, WeightcastError)
-        self.failure = found
+        with self._turns:  # two buckets may fail at once
+            found = together((self.failure, error))
+            assert isinstance(found, WeightcastError)
+            self.failure = found
 
     def leave_out(self, urls: Collection[str]) -> None:
         """Drops targets of a cell that has failed."""
