@@ -52,6 +52,8 @@ def next_version() -> int:
 class Engine:
     """A toy engine.  Its processes are a process group of their own."""
 
+    address = "127.0.0.1"
+
     def __init__(self, *args: str, port: int = 0) -> None:
         self.args = args
         self._launch(serve, ["--seed", "0", "--port", str(port), *args])
@@ -79,14 +81,14 @@ class Engine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     @property
     def dtype(self) -> str:
         return self.args[self.args.index("--dtype") + 1] if "--dtype" in self.args else "float32"
 
     def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
         try:
             connection.request(method, path, body)
             answer = connection.getresponse()

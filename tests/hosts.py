@@ -47,9 +47,23 @@ class Host:
     namespace: str
     boot_id: str
 
+    @staticmethod
+    def read(text: str) -> Host:
+        """A host from what ``write`` wrote."""
+        return Host(**json.loads(text))
+
+    def write(self) -> str:
+        """This host as JSON."""
+        return json.dumps(asdict(self))
+
+    @property
+    def id(self) -> str:
+        """The id by which its processes know it."""
+        return Path(self.boot_id).read_text().strip()
+
     def command(self, argv: Sequence[str]) -> list[str]:
         """Arguments of Python that run others (``-m MODULE ...``) on this host."""
-        return [__file__, json.dumps(asdict(self)), *argv]
+        return [__file__, self.write(), *argv]
 
     def enter_network(self) -> None:
         """Gives the calling thread this host's network; its sockets keep it."""
@@ -69,9 +83,9 @@ class Host:
         """Ends ``cut_off``."""
         _ip("-n", self.namespace, "link", "set", INTERFACE, "up")
 
-    def sent_bytes(self) -> int:
-        """Bytes that this host has sent to others so far, with all headers."""
-        shown = ["ip", "-n", self.namespace, "-json", "-statistics", "link", "show", INTERFACE]
+    def sent_bytes(self, interface: str = INTERFACE) -> int:
+        """Bytes that this host has sent to others so far, with all headers; with ``"lo"``, to itself."""
+        shown = ["ip", "-n", self.namespace, "-json", "-statistics", "link", "show", interface]
         [link] = json.loads(subprocess.run(shown, check=True, capture_output=True).stdout)
         return int(link["stats64"]["tx"]["bytes"])
 
@@ -158,7 +172,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _main() -> None:
-    enter(Host(**json.loads(sys.argv[1])))
+    enter(Host.read(sys.argv[1]))
     if sys.argv[2] != "-m":
         raise SystemExit("what follows the host must be -m MODULE ...")
     sys.argv = sys.argv[3:]

@@ -12,13 +12,15 @@ import socket
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.harness import Engine, serve
+from tests.hosts import Host, enter
 
 OTHER_BOOT_ID = "00000000-1111-2222-3333-444444444444"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -102,6 +104,16 @@ class PlacedEngine(Engine):
     def __init__(self, place: Callable[[], None], *args: str, port: int = 0) -> None:
         self.args = ("--local", *args)
         self._launch(_serve_placed, place, ["--seed", "0", "--port", str(port), *self.args])
+
+
+class SpreadEngine(Engine):
+    """A toy engine with a rank on each of some hosts, which may come several times; its server is on the first."""
+
+    def __init__(self, *places: Host, options: Sequence[str] = ()) -> None:
+        self.address = places[0].address
+        self.args = (f"--host={self.address}", f"--tp={len(places)}", *options)
+        spread = ["--places", *(place.write() for place in places)]
+        self._launch(_serve_placed, partial(enter, places[0]), ["--seed", "0", *self.args, *spread])
 
 
 def _serve_placed(place: Callable[[], None], argv: list[str], ready: Connection) -> None:

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from torch import nn
 
 from tests.forking import fork_ranks
+from tests.hosts import INTERFACE, Host, enter
 from tests.torn import tear
 from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
@@ -98,7 +99,11 @@ class ToyWorker:
         devices: tuple[str, ...] = ("cpu",),
         keep_storage: bool = False,
         computed: bool = False,
+        places: tuple[Host, ...] = (),
     ) -> None:
+        if places:
+            enter(places[rank])  # while this process has one thread
+            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         torch.set_num_threads(1)
         device = torch.device(devices[rank % len(devices)])
         weights = toy_weights(seed=seed, rows=rows)
@@ -175,6 +180,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--devices", default="cpu", help="comma-separated, one for each rank")
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--pid", type=int, help="process number that every rank says it has, as in a container")
+    parser.add_argument("--places", type=Host.read, nargs="+", default=(), help="the host of each rank, as JSON")
     parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
     parser.add_argument(
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
@@ -188,6 +194,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     settings["devices"] = devices
     settings["keep_storage"] = args.keep_storage
     settings["computed"] = args.computed
+    settings["places"] = tuple(args.places)
     executor = (
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )
@@ -201,6 +208,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
                 rank=rank,
                 pid=pid if args.pid is None else args.pid,
                 device=device_uuid(torch.device(devices[rank % len(devices)])),
+                host_id=args.places[rank].id if args.places else "",
+                host=args.places[rank].name if args.places else "",
             )
             for rank, pid in enumerate(executor.pids())
         ),

@@ -18,7 +18,7 @@ VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
 DigestKind = Literal["fast", "sha256"]
 DiskReaders = Literal["user", "group", "all"]
-DirectBy = Literal["auto", "memory", "messages", "rdma", "relay", "shards"]
+DirectBy = Literal["auto", "memory", "messages", "mixed", "rdma", "relay", "shards"]
 MAX_TIMEOUT_S = 21_600  # engines accept a lease of a day, and a lease is four deadlines
 
 _UNITS = {
@@ -148,9 +148,10 @@ class UpdateConfig:
             another user needs one of the last two.
         direct_by: The way of ``"direct"``: ``"shards"`` (engine ranks on this host read the weights where the trainer
             ranks keep them, see ``keep_mapped``), ``"memory"`` (they read trainer ranks' buffers), ``"messages"``
-            (every trainer rank sends to every engine rank, by nccl or gloo), ``"relay"`` (as messages, but engines that
-            keep the same pass it on), ``"rdma"`` (engine ranks read trainer ranks' buffers through NIXL, on any
-            hosts) or ``"auto"`` (the first of these that works, without ``relay`` and ``rdma``).
+            (every trainer rank sends to every engine rank, by nccl or gloo), ``"mixed"`` (an engine rank reads the
+            buffers of trainer ranks on its host and gets messages from the others), ``"relay"`` (as messages, but
+            engines that keep the same pass it on), ``"rdma"`` (engine ranks read trainer ranks' buffers through NIXL,
+            on any hosts) or ``"auto"`` (the first that works of ``shards``, ``memory``, ``mixed`` and ``messages``).
         keep_mapped: True if the weights stay where they are between updates, so that engine ranks may keep them mapped;
             for ``direct``.  Call ``release`` before the trainer frees or moves them.
         cell_ranks: Most engine ranks in one process group of ``broadcast`` and of ``direct`` by messages or by relay.

@@ -200,7 +200,14 @@ class Scattering(Protocol):
         """Number of the slot and box of each part that engines read from this rank.  No communication.
 
         All ranks together serve every element of the layout's tensors once, or the ranks on each of
-        ``group.reading_hosts`` do.  Replicas are shared out by bytes.
+        ``group.reading_hosts`` do, or they do for each of ``group.leg_hosts``.  Replicas are shared out by bytes.
+        """
+        ...
+
+    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
+        """As ``serves``, for the engine ranks that read memory on each of ``group.leg_hosts``.  No communication.
+
+        All ranks together serve every element once to each host: one that is there, if it holds the element.
         """
         ...
 

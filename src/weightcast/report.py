@@ -22,6 +22,25 @@ _MAKES_TIMELINE = "_makes_timeline"
 PROOFS = ("none", "received", "partial", "resident", "behaviour")  # levels of proof, lowest first
 
 
+class LegReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The way of the weights from some trainer ranks to some ranks of an engine.
+
+    Attributes:
+        ranks: The engine ranks.
+        by: The way: that of ``direct``, such as ``"memory"`` or ``"messages"``, or a transport's name.
+        trainers: The trainer ranks.
+    """
+
+    ranks: tuple[int, ...]
+    by: str
+    trainers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """The leg in words."""
+        ours = f"trainer rank{'s' * (len(self.trainers) > 1)} {_ranges(self.trainers)}"
+        return f"rank{'s' * (len(self.ranks) > 1)} {_ranges(self.ranks)} by {self.by} from {ours}"
+
+
 class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the update on one target.
 
@@ -45,6 +64,8 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         peak_extra_bytes: Most extra memory of any engine rank during the session, in bytes.
         not_updated: Names of the engine's tensors that this update did not write.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
+        legs: The way to each engine rank from each trainer rank, with ``direct``, and where the engine's ranks are on
+            several hosts; otherwise empty.
         message: Further information; the engine's own words after a refusal.
         notes: Failures beside the update that did not stop it, such as a group that the engine did not leave.
     """
@@ -64,6 +85,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     peak_extra_bytes: int = 0
     not_updated: tuple[str, ...] = ()
     transport: str = ""
+    legs: tuple[LegReport, ...] = ()
     message: str = ""
     notes: tuple[str, ...] = ()
 
@@ -192,6 +214,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             proof = f"proof {row.proof}{part}"
             by = f", by {row.transport}" if mixed and row.transport else ""
             lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}{by}")
+            if row.legs:
+                lines.append(f"              {'; '.join(map(str, row.legs))}")
             if row.not_updated:
                 shown = ", ".join(row.not_updated[:5])
                 lines.append(f"              not updated: {shown}{' ...' if len(row.not_updated) > 5 else ''}")
@@ -228,6 +252,17 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 class _HasTimeline(msgspec.Struct):
     timeline: Timeline = Timeline()
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Formats ``(0, 1, 2, 5)`` as ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def one_line(text: str) -> str:

@@ -70,6 +70,7 @@ class _Rank:
         self.rank, self.world_size, self.device = rank, game.world_size, torch.device("cpu")
         self.hosts = game.hosts
         self.reading_hosts: tuple[str, ...] = ()
+        self.leg_hosts: tuple[str, ...] = ()
         self._game = game
         self._gathers = self._broadcasts = 0
 

@@ -14,10 +14,13 @@ from weightcast.wire.bucket_sources import (
     ByRankSource,
     ExchangeSource,
     IpcSource,
+    Leg,
+    LegsSource,
     MappedPart,
     MappedSource,
     MemoryHandle,
     PartialBuffer,
+    RankLegs,
     RanksMemory,
     RemoteBuffer,
     RemoteSource,
@@ -55,9 +58,11 @@ def announce_of(
     """Returns the message that announces a bucket.
 
     It is broadcast or exchanged in ``group``, else read through its handles.  With handles for some ranks, the others
-    take part in the broadcast.  ``plan`` is the hash of the plan that the
-    engine has the layout from; empty if the message must have it.
+    take part in the broadcast.  ``plan`` is the hash of the plan that the engine has the layout from; empty if the
+    message must have it.
     """
+    if any(item.leg for item in shared):
+        return Announce(session=session, layout=layout, source=_legs(shared, group), plan=plan)
     if any(item.ranks for item in shared):
         source = ByRankSource(near=_by_host(shared), group=group)
         return Announce(session=session, layout=layout, source=source, plan=plan)
@@ -92,6 +97,16 @@ def _by_host(shared: Sequence[Shared]) -> tuple[RanksMemory, ...]:
         if item.memory is not None:
             handles.setdefault(item.ranks, []).append(item.memory)
     return tuple(RanksMemory(ranks=ranks, handles=tuple(found)) for ranks, found in handles.items())
+
+
+def _legs(shared: Sequence[Shared], group: str | None) -> LegsSource:
+    """The legs to each set of ranks."""
+    legs: dict[tuple[int, ...], list[Leg]] = {}
+    for item in shared:
+        legs.setdefault(item.ranks, []).append(Leg(parts=item.parts, handle=item.memory))
+    return LegsSource(
+        ranks=tuple(RankLegs(ranks=ranks, legs=tuple(found)) for ranks, found in legs.items()), group=group
+    )
 
 
 def _mapped(shared: Sequence[Shared]) -> MappedSource:

@@ -72,6 +72,9 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         mapped: The parts that lie there.
         host: Id of the host whose engines read the buffer; empty if all engines may.
         ranks: Ranks of one engine that read the buffer, if its ranks are on several hosts; otherwise empty.
+        legs: The parts that engine ranks get from this rank, by the host whose trainer ranks' memory they read; the
+            host is empty for those that get all in messages.
+        leg: True if this is what one trainer rank gives to ``ranks``: ``parts``, in its buffer if there is ``memory``.
     """
 
     memory: MemoryHandle | None = None
@@ -84,6 +87,8 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     ring: tuple[TorchMemory, ...] = ()
     host: str = ""
     ranks: tuple[int, ...] = ()
+    legs: dict[str, tuple[Part, ...]] = {}
+    leg: bool = False
 
 
 class Ring:

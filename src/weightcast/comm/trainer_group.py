@@ -62,6 +62,8 @@ class TrainerGroup:
     Attributes:
         reading_hosts: Hosts on which engines read trainer ranks' own parts, so that each part is served there; empty if
             one rank serves it to all engines.  Must be the same on every rank.
+        leg_hosts: Hosts on which engine ranks read trainer ranks' own parts and get the others in messages, and an
+            empty one for engine ranks that get all in messages; empty in another update.  The same on every rank.
     """
 
     def __init__(self, *, device: torch.device, timeout_s: float, rank: int = 0, world_size: int = 1) -> None:
@@ -69,6 +71,7 @@ class TrainerGroup:
         self.world_size = world_size
         self.device = device
         self.reading_hosts: tuple[str, ...] = ()
+        self.leg_hosts: tuple[str, ...] = ()
         self._hosts: tuple[str, ...] = ()
         self._receivers: tuple[int, ...] = (0,)
         self._failure = FailureState(rank=rank, timeout_s=timeout_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -128,6 +128,10 @@ class Gatherer:
         """Number of the slot and box of each part that engines read from this rank; see ``Scattering.serves``."""
         return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves
 
+    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
+        """The same for engine ranks on each host; see ``Scattering.serves_to``."""
+        return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves_to
+
     def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
         """Hosts whose ranks hold all tensors together; see ``Scattering.whole_on``."""
         whole = set(hosts)
@@ -208,7 +212,7 @@ class Gatherer:
         if (
             known is None
             or (known[0].receivers, known[0].scattered) != (receivers, scattered)
-            or known[0].reading_hosts != group.reading_hosts
+            or (known[0].reading_hosts, known[0].leg_hosts) != (group.reading_hosts, group.leg_hosts)
             or known[0].layout != layout
         ):
             tensors = {

@@ -59,7 +59,9 @@ class GatherPlan:
         scratch_bytes: Scratch memory that the largest wave needs.
         scattered: True if nothing moves between ranks: each rank's bucket has that rank's own parts.
         reading_hosts: As ``TrainerGroup.reading_hosts`` at the time of planning.
+        leg_hosts: As ``TrainerGroup.leg_hosts`` at the time of planning.
         serves: If scattered, the number of the slot and the box of each part that engines read from this rank.
+        serves_to: The same for each of ``leg_hosts``.
     """
 
     layout: BucketLayout
@@ -71,7 +73,9 @@ class GatherPlan:
     scratch_bytes: int = 0
     scattered: bool = False
     reading_hosts: tuple[str, ...] = ()
+    leg_hosts: tuple[str, ...] = ()
     serves: list[tuple[int, Box]] = field(default_factory=list[tuple[int, Box]])
+    serves_to: dict[str, list[tuple[int, Box]]] = field(default_factory=dict[str, list[tuple[int, Box]]])
 
 
 def plan_gather(
@@ -88,11 +92,18 @@ def plan_gather(
         ConfigError: The layout has a tensor that the exporter does not have, or no rank on a reading host holds a part.
     """
     plan = GatherPlan(
-        layout, receivers, Ledger(len(layout.slots)), scattered=scattered, reading_hosts=group.reading_hosts
+        layout,
+        receivers,
+        Ledger(len(layout.slots)),
+        scattered=scattered,
+        reading_hosts=group.reading_hosts,
+        leg_hosts=group.leg_hosts,
+        serves_to={host: [] for host in group.leg_hosts},
     )
     budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
     budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
     load: Counter[int] = Counter()
+    far_load: Counter[int] = Counter()
     used: Counter[int] = Counter()
     waves: list[list[Parcel]] = []
     wave: list[Parcel] = []
@@ -113,6 +124,17 @@ def plan_gather(
             if scattered:
                 _expect_sums(plan, index, part, box, None, group.rank)
                 size_bytes = box.numel * slot.spec.torch_dtype.itemsize
+                if group.leg_hosts:
+                    mine = False
+                    for host in group.leg_hosts:
+                        near = [rank for rank in part.holders if host and group.hosts[rank] == host]
+                        chosen = _least_loaded(near or part.holders, load if host else far_load, size_bytes)
+                        if chosen == group.rank:
+                            plan.serves_to[host].append((index, box))
+                            mine = True
+                    if mine:
+                        plan.serves.append((index, box))
+                    continue
                 candidates = _on_each_host(slot, part, group) if group.reading_hosts else (part.holders,)
                 if group.rank in [_least_loaded(holders, load, size_bytes) for holders in candidates]:
                     plan.serves.append((index, box))

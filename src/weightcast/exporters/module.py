@@ -7,7 +7,7 @@ modules that still hold gathered parameters from the last forward pass free them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -192,6 +192,10 @@ class WeightsExporter:
     def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
         """Implements ``Scattering.serves``."""
         return self._gatherer.serves(layout, group)
+
+    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
+        """Implements ``Scattering.serves_to``."""
+        return self._gatherer.serves_to(layout, group)
 
     def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
         """Implements ``Scattering.whole_on``."""

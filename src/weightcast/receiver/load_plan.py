@@ -19,6 +19,7 @@ class LoadPlan:
         buckets: Copies of whole buckets, by number.
         scattered: Copies out of several places, by how the parts come and the number of the bucket.
         exchanges: Messages with parts, by whether they are read and the number of the bucket.
+        legs: Messages beside parts in memory, by the trainer ranks with memory and the number of the bucket.
     """
 
     def __init__(self, plan: UpdatePlan | None = None) -> None:
@@ -27,6 +28,7 @@ class LoadPlan:
         self.buckets: dict[int, BucketPlan] = {}
         self.scattered: dict[tuple[str, int], ScatteredPlan] = {}
         self.exchanges: dict[tuple[bool, int], ExchangePlan] = {}
+        self.legs: dict[tuple[tuple[int, ...], int], ExchangePlan] = {}
 
     def is_of(self, plan: UpdatePlan | None) -> bool:
         """True if updates by this plan find here what they need."""

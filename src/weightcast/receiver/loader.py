@@ -363,6 +363,13 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
+    def load_messages_beside(
+        self, memories: Sequence[torch.Tensor], plan: ExchangePlan, *, far: Collection[int] = (), summed: bool = True
+    ) -> None:
+        """As ``load_messages`` for the first memory, with parts in trainer ranks' buffers in the others."""
+        self.load_scattered(memories, plan.copies, far=far, summed=summed)
+        self.scattered.received_bytes += plan.size_bytes
+
     def load_messages(self, received: torch.Tensor, plan: ExchangePlan, *, summed: bool = True) -> None:
         """As ``load``, for this rank's own share of a bucket, out of the messages that brought it, flat uint8."""
         self.load_scattered([received], plan.copies, summed=summed)

@@ -36,7 +36,7 @@ from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
 from weightcast.wire.answers import Cause, RankAck
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import ByRankSource, IpcSource
+from weightcast.wire.bucket_sources import ByRankSource, IpcSource, LegsSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
@@ -301,7 +301,9 @@ class WeightReceiver:
 
     def _take(self, message: Announce) -> RankAck:
         session = self._session(message.session)
-        source = message.source.of(self.rank) if isinstance(message.source, ByRankSource) else message.source
+        source = (
+            message.source.of(self.rank) if isinstance(message.source, ByRankSource | LegsSource) else message.source
+        )
         started = time.monotonic()
         if isinstance(source, ShareSource):
             return self._take_share(message.layout, source, session, started)

@@ -25,6 +25,7 @@ from weightcast.receiver.scattered_plan import (
     ShareRoutes,
     Source,
     plan_exchange,
+    plan_legs,
     plan_mapped,
     plan_scattered,
     wanted_of,
@@ -124,6 +125,14 @@ class ScatteredCopier:
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
             plan = plan_exchange(layout, parts, self.wanted, self._routes, read=read)
             self._plan.exchanges[read, layout.index] = plan
+        return plan
+
+    def plan_legs(self, layout: BucketLayout, parts: Parts, near: tuple[int, ...]) -> ExchangePlan:
+        """As ``plan_exchange`` where the parts of some trainer ranks, ``near``, lie in their buffers on this host."""
+        plan = self._plan.legs.get((near, layout.index))
+        if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
+            plan = plan_legs(layout, parts, near, self.wanted, self._routes)
+            self._plan.legs[near, layout.index] = plan
         return plan
 
     def plan_mapped(

@@ -98,7 +98,7 @@ class ExchangePlan:
     Attributes:
         starts: First byte of each message in the receive buffer.
         size_bytes: Size of the receive buffer.
-        copies: The copies; the receive buffer is the only one.
+        copies: The copies; the receive buffer is the first one, or the only one.
     """
 
     messages: Sequence[PieceMessage]
@@ -129,14 +129,7 @@ def plan_scattered(layout: BucketLayout, parts: Parts, routes: ShareRoutes) -> S
     sources: dict[int, list[Source]] = {}
     for buffer, own in enumerate(parts):
         for part in own:
-            slot = layout.slots[part.slot]
-            stride = contiguous_strides(slot.shape)
-            origin = (slot.first_row, *(0 for _ in part.shape[1:]))[: len(part.shape)]
-            first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
-                (at - zero) * step for at, zero, step in zip(part.offset, origin, stride, strict=True)
-            )
-            box = Box(offset=part.offset, shape=part.shape)
-            sources.setdefault(part.slot, []).append(Source(buffer, box, first, stride))
+            sources.setdefault(part.slot, []).append(_in_bucket(layout, part, buffer))
     return _plan_copies(layout, parts, sources, len(parts), routes)
 
 
@@ -152,12 +145,33 @@ def plan_exchange(
 
     ``wanted`` comes from ``wanted_of``; ``read`` is as for ``plan_message``.  Raises as ``plan_scattered``.
     """
+    return plan_legs(layout, parts, (), wanted, routes, read=read)
+
+
+def plan_legs(
+    layout: BucketLayout,
+    parts: Parts,
+    near: Sequence[int],
+    wanted: Wanted,
+    routes: ShareRoutes,
+    *,
+    read: bool = False,
+) -> ExchangePlan:
+    """As ``plan_exchange``, where some trainer ranks' parts are not sent but lie at their places in their buckets.
+
+    ``near`` are the numbers of these trainer ranks.  The receive buffer of the copies comes first, then their buckets.
+    """
     _check_parts(layout, parts)
     messages: list[PieceMessage] = []
     starts: list[int] = []
     end = 0
     sources: dict[int, list[Source]] = {}
-    for own in parts:
+    buffers = {trainer: number for number, trainer in enumerate(near, 1)}
+    for trainer, own in enumerate(parts):
+        if trainer in buffers:
+            for part in own:
+                sources.setdefault(part.slot, []).append(_in_bucket(layout, part, buffers[trainer]))
+            own = ()  # nothing of it comes in a message
         boxes = [(part.slot, Box(offset=part.offset, shape=part.shape)) for part in own]
         message = plan_message(layout, boxes, wanted, read=read)
         messages.append(message)
@@ -169,7 +183,7 @@ def plan_exchange(
             source = Source(0, piece.box, first, contiguous_strides(piece.box.shape), whole)
             sources.setdefault(piece.slot, []).append(source)
         end += message.size_bytes
-    copies = _plan_copies(layout, parts, sources, 1, routes)
+    copies = _plan_copies(layout, parts, sources, 1 + len(near), routes)
     return ExchangePlan(messages, starts, end, copies)
 
 
@@ -195,6 +209,17 @@ def plan_mapped(
             raise Refused(f"{slot.spec.name}: {part.box} does not lie in the memory that was announced")
         sources.setdefault(part.slot, []).append(Source(part.memory, part.box, whole, part.stride))
     return _plan_copies(layout, parts, sources, len(sizes), routes)
+
+
+def _in_bucket(layout: BucketLayout, part: Part, buffer: int) -> Source:
+    """A part that lies at its place in a bucket."""
+    slot = layout.slots[part.slot]
+    stride = contiguous_strides(slot.shape)
+    origin = (slot.first_row, *(0 for _ in part.shape[1:]))[: len(part.shape)]
+    first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
+        (at - zero) * step for at, zero, step in zip(part.offset, origin, stride, strict=True)
+    )
+    return Source(buffer, Box(offset=part.offset, shape=part.shape), first, stride)
 
 
 def clipped(route: Route, box: Box) -> Route | None:

@@ -12,17 +12,25 @@ import torch
 from weightcast.comm.group_moves import Move
 from weightcast.errors import Refused, WeightcastError
 from weightcast.receiver.loader import Loader
+from weightcast.receiver.scattered_plan import ExchangePlan
 from weightcast.receiver.sources.broadcast import BroadcastSource, Passing
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
-from weightcast.wire.bucket_sources import ExchangeSource, MappedSource, RemoteSource, ScatteredSource
+from weightcast.wire.bucket_sources import (
+    ExchangeSource,
+    MappedSource,
+    OwnLegs,
+    PartialBuffer,
+    RemoteSource,
+    ScatteredSource,
+)
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import Wanted, encode_wanted, name_of
 
 _PASSING_ROOMS = 2
 _PASS_S = 1.0  # after an update, for what is still being passed on; then its group ends
-ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource
+ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource | OwnLegs
 
 
 @dataclass(slots=True)
@@ -110,6 +118,8 @@ class Shares:
             arrived = time.monotonic()
             self.loader.load_messages(received, plan, summed=summed)
             return arrived
+        if isinstance(source, OwnLegs):
+            return self._take_legs(layout, source, timeout_s=timeout_s, summed=summed, interrupted=interrupted)
         plan = self.loader.scattered.plan_exchange(layout, source.parts)
         relay = self.groups.relay(source.group)
         room = self._room(plan.size_bytes, passed_on=bool(relay.downstream), timeout_s=timeout_s)
@@ -117,17 +127,43 @@ class Shares:
         if relay.upstream:
             receives = [Move(relay.upstream, whole)] if plan.size_bytes else []
         else:
-            receives = [
-                Move(rank, received[start + first : start + first + size_bytes])
-                for rank, (message, start) in enumerate(zip(plan.messages, plan.starts, strict=True))
-                for first, size_bytes in message.runs
-            ]
+            receives = _receives(plan, received)
         passes = [Move(relay.downstream, whole)] if relay.downstream and plan.size_bytes else []
         what = f"bucket {layout.index}"
         room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
         arrived = time.monotonic()
         self.loader.load_messages(received, plan, summed=summed)
         wait_for_streams(self.device)
+        return arrived
+
+    def _take_legs(
+        self,
+        layout: BucketLayout,
+        source: OwnLegs,
+        *,
+        timeout_s: float,
+        summed: bool,
+        interrupted: Callable[[], bool],
+    ) -> float:
+        """As ``take``, out of buffers of this host and messages from other hosts."""
+        near = [(rank, leg.parts, leg.handle) for rank, leg in enumerate(source.legs) if leg.handle is not None]
+        parts = tuple(leg.parts for leg in source.legs)
+        plan = self.loader.scattered.plan_legs(layout, parts, tuple(rank for rank, _, _ in near))
+        buffers = [PartialBuffer(handle=handle, parts=own) for _, own, handle in near]
+        buckets = self.memory.read_parts(layout, buffers)  # before anything is received: a refusal comes at once
+        room = self._room(plan.size_bytes, passed_on=False, timeout_s=timeout_s)
+        receives = _receives(plan, room.data)
+        if receives and source.group is None:
+            raise Refused(f"bucket {layout.index} has parts that are in no memory of this host, and names no group")
+        if source.group is not None:
+            self.groups.receive(source.group, receives, what=f"bucket {layout.index}", timeout_s=timeout_s)
+        if interrupted():
+            raise Refused("interrupted")
+        arrived = time.monotonic()
+        far = {1 + number for number in self.memory.far([bucket.data for bucket in buckets])}
+        memories = [room.data, *(bucket.data for bucket in buckets)]
+        self.loader.load_messages_beside(memories, plan, far=far, summed=summed)
+        wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
         return arrived
 
     def trim(self) -> None:
@@ -167,3 +203,12 @@ class Shares:
         passing, room.passing = room.passing, None
         if passing is not None:
             self.groups.finish(passing, timeout_s=timeout_s)
+
+
+def _receives(plan: ExchangePlan, received: torch.Tensor) -> list[Move]:
+    """The messages of a plan, each with its place in the receive buffer."""
+    return [
+        Move(rank, received[start + first : start + first + size_bytes])
+        for rank, (message, start) in enumerate(zip(plan.messages, plan.starts, strict=True))
+        for first, size_bytes in message.runs
+    ]

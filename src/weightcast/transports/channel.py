@@ -210,6 +210,7 @@ class Channel:
             world_size=rank,
             first=self._due,
             begun=self._begun,
+            reads=tuple(link.reads[member] for link in self._links for member in link.members if link.reads),
         )
         return self._invited
 
@@ -233,6 +234,7 @@ class Channel:
                     cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
         refused = threading.Event()
         deadline = time.monotonic() + self._timeout_s  # engines start later, so their deadlines end later
+        joining = [link for link in self._links if link.members]
         joins = event_loop.submit(
             [
                 _join(
@@ -254,7 +256,7 @@ class Channel:
                         members=link.members if link.near else (),
                     ),
                 )
-                for link in self._links
+                for link in joining
             ]
         )
         for join in joins:
@@ -294,15 +296,15 @@ class Channel:
             self._await_refusals(error, joins)
             self.abort("not all could join")
             answered = _answered(joins)  # later answers follow from the abort
-            suspects = self._links
+            suspects = joining
             if time.monotonic() < deadline:  # targets without an answer may be on their way
-                suspects = [link for link, join in zip(self._links, joins, strict=True) if join in answered]
+                suspects = [link for link, join in zip(joining, joins, strict=True) if join in answered]
             absent = self._absent(suspects, meeting, token, rank)
             if self._meeting == "torch" and refused.is_set():
                 # Torch retries for half an hour where no process listens, so engines on their way must arrive first.
                 wait(joins, timeout=min(self._timeout_s, _COME_S))
             meeting.close()  # a stock engine would wait there for half an hour
-            raise self._culprit(error, joins, name, answered, absent) from error
+            raise self._culprit(error, joins, name, answered, absent, joining) from error
 
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None, shared: Sequence[Shared] = ()) -> None:
         """Posts and broadcasts a bucket, and reads the replies; with two in flight, those to the bucket before.
@@ -331,8 +333,8 @@ class Channel:
                     link.adapter.bucket(
                         link.session,
                         bucket.layout,
-                        group=group.name,
-                        shared=link.shared(shared) if link.near else parts,
+                        group=group.name if link.members else None,
+                        shared=link.shared(shared) if link.near or link.reads else parts,
                     ),
                     what=f"bucket {index}",
                     timeout_s=self._timeout_s,
@@ -363,8 +365,8 @@ class Channel:
                 for work in works:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
                 self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
-            if any(link.near for link in self._links):
-                wait(posts)  # ranks that are in no group may still read the bucket in memory
+            if any(link.near or any(link.reads) for link in self._links):
+                wait(posts)  # ranks may still read the bucket in memory
                 look_for_refusals()
         except BaseException as error:
             self._await_refusals(error, posts)
@@ -492,12 +494,13 @@ class Channel:
         what: str,
         first: Sequence[Future[None]] = (),
         absent: Mapping[str, Sequence[int]] | None = None,
+        links: Sequence[Link] | None = None,
     ) -> BaseException:
         return find_culprit(
             error,
             posts,
             what,
-            links=self._links,
+            links=self._links if links is None else links,
             timeout_s=self._timeout_s,
             tells_group_failure=self._meeting == "weightcast",
             first=first,

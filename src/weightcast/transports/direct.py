@@ -1,6 +1,6 @@
 """Shards go from the trainer rank that holds them to the engine ranks that keep them: nothing is gathered.
 
-They move in one of five ways:
+They move in one of six ways:
 
 - as shards: engine ranks map the memory in which trainer ranks of their host keep their weights, and read it there.
   There is no bucket.  The weights must stay where they are, so the caller says ``keep_mapped=True``.
@@ -12,6 +12,8 @@ They move in one of five ways:
   head posts which trainer rank has which parts.
 - by relay: as by messages, but trainer ranks send each piece once.  Engine ranks that keep the same pieces pass them on
   from one to the next (``comm/relays.py``).  ``auto`` does not choose it.
+- mixed: an engine rank reads the buffers of trainer ranks on its own host, as over memory, and gets messages from the
+  others.
 - by RDMA: as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the parts that
   they keep into memory of their own (``receiver/sources/remote.py``).  ``auto`` does not choose it.
 
@@ -141,7 +143,8 @@ def _reach_memory(placement: Placement) -> bool:
 
 
 def _suits_memory(placement: Placement) -> bool:
-    return _reach_memory(placement) and placement.beyond("replicas") is None
+    unmapped = any(url in placement.unmapped for url in placement.infos)
+    return not unmapped and _reach_memory(placement) and placement.beyond("replicas") is None
 
 
 def _suits_shards(placement: Placement) -> bool:
@@ -155,6 +158,31 @@ def _suits(placement: Placement) -> bool:
     """
     shown = placement.device.type == "cpu" or not placement.on_many_hosts
     return shown and _suits_shards(placement) and all("direct" in info.transports for info in placement.infos.values())
+
+
+def _check_mixed(placement: Placement) -> None:
+    for url, info in placement.infos.items():
+        BROADCAST.check(replace(placement, infos={url: info}, places=("",)))
+        reads = placement.reads_on(url)
+        shared = [
+            rank.device
+            for rank, host in zip(info.ranks, reads, strict=True)
+            if not (host and placement.is_whole(host)) and rank.device in set(placement.places) - {"cpu"}
+        ]
+        if shared:
+            raise ConfigError(
+                f"{url} and the trainer share GPU {shared[0]}, whose engine rank needs messages from trainer ranks on "
+                "other hosts, and NCCL needs a GPU for each rank",
+                hint='shard within each host and replicate between hosts (HSDP), or gather: transport="ipc", --via ipc',
+            )
+
+
+def _suits_mixed(placement: Placement) -> bool:
+    """True if there are legs of both kinds.  On GPUs the caller must ask for it, since it has not been shown there."""
+    reads = [host for url in placement.infos for host in placement.reads_on(url)]
+    far = [host for host in reads if not host or not placement.is_whole(host)]
+    on_cpus = placement.device.type == "cpu" and placement.devices == frozenset(("cpu",))
+    return on_cpus and any(reads) and bool(far)
 
 
 def _exchange(wiring: Wiring, *, relays: bool = False) -> Transport:
@@ -215,5 +243,6 @@ _MESSAGES = TransportSpec(
     check=_check_messages,
     build=_exchange,
 )
+_MIXED = replace(_MESSAGES, primitive="mixed", legs=True, suits=_suits_mixed, check=_check_mixed)
 _RELAY = replace(_MESSAGES, primitive="relay", relays=True, build=partial(_exchange, relays=True))
-SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _RELAY, _MESSAGES))
+SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _RELAY, _MIXED, _MESSAGES))

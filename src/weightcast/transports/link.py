@@ -50,8 +50,10 @@ class Link:
     Attributes:
         info: The target's description, from the last probe.
         group_rank: Group rank of the target's first engine rank that joins.
-        near: Engine ranks that read buckets in memory of their own host, where the target's ranks are on several;
+        near: Engine ranks that join no group, because they read all in memory of their own host, where others do;
             otherwise empty.
+        reads: For each engine rank, the host whose trainer ranks' memory it reads, empty for none; no entries unless
+            each rank gets its share over legs of its own.
         sharing: Form of the handles to a shared buffer.
         opens: The part of torch's handles to a buffer that belongs to this target.
         planned: True once the weights and the transport were checked against this target.
@@ -75,6 +77,7 @@ class Link:
     info: EngineInfo
     group_rank: int = 1
     near: tuple[int, ...] = ()
+    reads: tuple[str, ...] = ()
     sharing: Sharing = "weightcast"
     opens: slice = field(default_factory=lambda: slice(0, 0))
     planned: bool = False
@@ -126,6 +129,8 @@ class Link:
 
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
         """Returns the handles that this target gets."""
+        if self.reads:
+            return self._shared_by_leg(buffers)
         if self.near:
             return self._shared_by_host(buffers)
         buffers = [buffer for buffer in buffers if buffer.host in ("", self.info.host_id)]
@@ -142,6 +147,22 @@ class Link:
             if ranks:
                 found.append(Shared(memory=buffer.memory, ranks=ranks))
         return found
+
+    def _shared_by_leg(self, buffers: Sequence[Shared]) -> list[Shared]:
+        """What each trainer rank gives to the ranks that read memory of one host, or of none."""
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.reads):
+            ranks.setdefault(host, []).append(rank)
+        return [
+            Shared(
+                memory=buffer.memory if buffer.host == host else None,
+                parts=buffer.legs.get(host, ()),
+                ranks=tuple(some),
+                leg=True,
+            )
+            for host, some in ranks.items()
+            for buffer in buffers
+        ]
 
     async def open(self, message: Open) -> Ack:
         """Starts a session.  A leased engine ends it by itself when this process ends."""

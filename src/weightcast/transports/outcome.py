@@ -13,7 +13,7 @@ from typing import Literal
 from weightcast.digest.definition import unequal
 from weightcast.digest.sent import Sent
 from weightcast.errors import VerificationFailed, WeightcastError
-from weightcast.report import TargetReport, TargetStatus
+from weightcast.report import LegReport, TargetReport, TargetStatus
 from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
 from weightcast.wire.answers import Ack
@@ -40,6 +40,7 @@ class Outcome:
         notes: Failures that did not fail the update.
         peak_extra_bytes: Most extra memory of any engine rank, in bytes.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
+        legs: As ``TargetReport.legs``, of that attempt.
     """
 
     info: EngineInfo | None = None
@@ -55,6 +56,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list[str])
     peak_extra_bytes: int = 0
     transport: str = ""
+    legs: tuple[LegReport, ...] = ()
     message: str = ""
 
     @property
@@ -144,6 +146,7 @@ class Outcome:
             peak_extra_bytes=self.peak_extra_bytes,
             not_updated=ack.not_updated if ack is not None else (),
             transport=self.transport,
+            legs=self.legs,
             message=message,
             notes=tuple(self.notes),
         )

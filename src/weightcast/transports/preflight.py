@@ -181,7 +181,7 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
     Raises:
         ConfigError: It is not clear; the hint names the setting.
     """
-    if not transport.shares_memory or placement.device.type != "cuda":
+    if not transport.shares_memory or transport.legs or placement.device.type != "cuda":
         return
     silent = {url: info for url, info in placement.infos.items() if "cuda" in info.devices}
     for url, info in silent.items():

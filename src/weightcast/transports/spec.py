@@ -39,6 +39,7 @@ class Placement:
         shared_folder: True if the caller named a folder for ``disk``.
         primitive: As ``UpdateConfig.direct_by``.
         keep_mapped: As ``UpdateConfig.keep_mapped``.
+        unmapped: URLs of engines that could not map memory of the trainer.
     """
 
     infos: Mapping[str, EngineInfo]
@@ -49,6 +50,7 @@ class Placement:
     shared_folder: bool = False
     primitive: str = "auto"
     keep_mapped: bool = False
+    unmapped: Collection[str] = frozenset()
 
     def beyond(self, reach: Reach) -> str | None:
         """URL of the first engine that is out of reach; None if there is none."""
@@ -84,6 +86,22 @@ class Placement:
         if not self.on_many_hosts:
             return range(len(self.places))
         return [rank for rank, its in enumerate(self.hosts) if its == host]
+
+    def reads_on(self, url: str) -> tuple[str, ...]:
+        """For each rank of an engine, the host whose trainer ranks' memory it can read; empty for none."""
+        info, on_gpu = self.infos[url], self.device.type == "cuda"
+        if url in self.unmapped:
+            return ("",) * len(info.ranks)
+        return tuple(
+            host if host in self._trainer_hosts and rank.device != "cuda" and (rank.device != "cpu") == on_gpu else ""
+            for rank, host in zip(info.ranks, info.hosts, strict=True)
+        )
+
+    def is_whole(self, host: str) -> bool:
+        """True if the trainer ranks on a host hold all weights together."""
+        if not self.on_many_hosts:
+            return host in self._trainer_hosts
+        return host in self._whole_hosts
 
     @property
     def on_many_hosts(self) -> bool:
@@ -148,6 +166,8 @@ class TransportSpec:
         cells: True if engine ranks join process groups, each of which has a limited number of them.
         primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
         primitive: Name of the way, if it is one of several; empty otherwise.
+        legs: True if each engine rank reads the buffers of trainer ranks on its own host, and gets from the others what
+            these send.
         by_rank: True if engine ranks on hosts with trainer ranks map buffers there, and the others of the same engine
             do not.
         mixes: True if another transport may send the same gathered buckets to other targets of the update.
@@ -169,6 +189,7 @@ class TransportSpec:
     cells: bool = False
     primitives: tuple[TransportSpec, ...] = ()
     primitive: str = ""
+    legs: bool = False
     by_rank: bool = False
     mixes: bool = False
     zero_copy: bool = False
@@ -180,4 +201,4 @@ class TransportSpec:
     @property
     def shares_memory(self) -> bool:
         """True if engine ranks map the trainer's buffers, so each engine GPU needs a buffer of its own."""
-        return self.by_rank or self.delivery in ("memory", "handles")
+        return self.by_rank or self.legs or self.delivery in ("memory", "handles")

@@ -156,6 +156,7 @@ class BucketStream:
             device=exporter.device,
             timeout_s=timeout_s,
             relays=choice.relays,
+            host=group.hosts[group.rank],
         )
         self._mapped = MappedShares(exporter, group)
         self._boxes: tuple[bytes, ...] = ()
@@ -189,6 +190,8 @@ class BucketStream:
             return []
         mapped = ((),) * self._num_mapped
         buckets = tuple(self._served.parts_of(layout) for layout in self._layouts[self._num_mapped :])
+        if self._choice.leg_hosts:
+            return []  # each engine rank has its own, which its first bucket tells
         host = self._group.hosts[self._group.rank] if self._choice.reading_hosts else ""
         mine = SharedParts(buckets=(*mapped, *buckets), host=host)
         gathered = self._group.gather_bytes(msgspec.json.encode(mine), timeout_s=self._wait_s)
@@ -367,7 +370,7 @@ class BucketStream:
                 parts, shared = (), self._gather_mapped(layout)
             else:
                 parts = self._served.look(bucket) if self._choice.scattered and bucket is not None else ()
-                shared = self._gather_shared(slot, parts, self._pack(bucket, slot, parts))
+                shared = self._gather_shared(bucket, slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
                 head.send(bucket, shared)
@@ -378,7 +381,8 @@ class BucketStream:
                 cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)  # while engines read
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
-                self.exchange.send(bucket, self._served.of(layout))
+                legs = self._choice.leg_hosts
+                self.exchange.send(bucket, self._served.legs(layout) if legs else {"": self._served.of(layout)})
                 self._sent_since(began)
             index += 1
         return not self._choice.exchanges or self._end_exchange()
@@ -454,13 +458,21 @@ class BucketStream:
         )
 
     def _gather_shared(
-        self, slot: SharedSlot | None, parts: tuple[Part, ...], packs: tuple[Pack, ...] = ()
+        self,
+        bucket: Bucket | None,
+        slot: SharedSlot | None,
+        parts: tuple[Part, ...],
+        packs: tuple[Pack, ...] = (),
     ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice = self._choice
         if choice.exchanges:
             self._tell_failures()
-            mine = msgspec.json.encode(Shared(parts=parts))
+            shared = Shared(parts=parts)
+            if slot is not None and bucket is not None and choice.leg_hosts:
+                # Engine ranks elsewhere get messages out of the same buffer.
+                shared = msgspec.structs.replace(slot.share(opens=0), legs=self._served.legs_of(bucket.layout))
+            mine = msgspec.json.encode(shared)
         elif not choice.ways:
             return []
         elif slot is None:
@@ -489,7 +501,7 @@ class BucketStream:
 
     def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:
         """The handles that trainer ranks sent, in order of rank, with the host where they can be opened."""
-        hosts = self._group.hosts if self._choice.reading_hosts else ()
+        hosts = self._group.hosts if self._choice.reading_hosts or self._choice.leg_hosts else ()
         return [_shared_of(item, hosts[rank] if hosts else "") for rank, item in enumerate(gathered) if item]
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -16,6 +16,7 @@ from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
+from weightcast.report import LegReport
 from weightcast.transports.blame import raise_together
 from weightcast.transports.cells import cells_of
 from weightcast.transports.link import Link, in_flight_to
@@ -30,7 +31,7 @@ from weightcast.transports.preflight import (
     choose_receivers,
     warn_hazards,
 )
-from weightcast.transports.spec import TransportSpec, Wiring
+from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.memory_limit import within_limit
 from weightcast.update.messages import Choice
 from weightcast.update.reach import Reach
@@ -72,6 +73,7 @@ class Plan:
         self._specs = tuple(specs)
         self._places = tuple(places)
         self._reading_hosts: tuple[str, ...] = ()
+        self._leg_hosts: tuple[str, ...] = ()
         self._roster = roster
         self._reach = Reach(config, exporter, specs, places, hosts)
         self._sharings: frozenset[Sharing] = frozenset()
@@ -91,6 +93,28 @@ class Plan:
     def transport_of(self, url: str) -> TransportSpec:
         """The transport that reaches a target."""
         return self._reach.of(url)
+
+    def legs_to(self, link: Link) -> tuple[LegReport, ...]:
+        """The way to each rank of a target that was chosen for, from each trainer rank; as ``TargetReport.legs``."""
+        spec, place = self.transport_of(link.url), self._reach.placement({link.url: link.info})
+        ranks, trainers = tuple(range(link.info.tp_size)), range(len(self._places))
+        if spec.legs:
+            return tuple(legs_of(place, link))
+        if spec.by_rank:
+            near = {
+                host: tuple(rank for rank in link.near if link.info.hosts[rank] == host) for host in link.info.hosts
+            }
+            read = [
+                LegReport(ranks=some, by="ipc", trainers=tuple(sorted(set(self.receivers) & set(place.ranks_on(host)))))
+                for host, some in near.items()
+                if some
+            ]
+            return *read, LegReport(ranks=link.members, by="broadcast", trainers=(0,))
+        if not spec.scattered:
+            return ()
+        if spec.reach == "replicas":
+            trainers = place.ranks_on(link.info.host_id)
+        return (LegReport(ranks=ranks, by=spec.primitive, trainers=tuple(trainers)),)
 
     def label(self, links: Sequence[Link]) -> str:
         """Names of the transports that reach these targets: ``"ipc"``, or ``"ipc+broadcast"`` for a mixed update."""
@@ -165,6 +189,8 @@ class Plan:
             if self.transport_of(link.url).by_rank or self.transport_of(link.url).reach != "anywhere"
         ]
         self._reading_hosts = tuple(dict.fromkeys(bound)) if placement.on_many_hosts else ()
+        read = dict.fromkeys(host for link in links for host in link.reads if host)
+        self._leg_hosts = (*read, "") if spec.legs else ()
         # A copy hides behind the link of a GPU; on the host it takes the cores and the memory that the sending needs.
         on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
@@ -178,6 +204,7 @@ class Plan:
             mapped=spec.mapped,
             receivers=self.receivers,
             reading_hosts=self._reading_hosts,
+            leg_hosts=self._leg_hosts,
             packing=self._packing,
             ways=tuple(ways),
             opens=opens["torch"],
@@ -269,16 +296,23 @@ class Plan:
             check_scattered(link, self._specs, self._config, self._exporter)
         link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
+        place = self._reach.placement({link.url: link.info})
         reads = spec.shares_memory and not spec.scattered
-        link.near = self._reach.placement({link.url: link.info}).near_ranks(link.info) if reads else ()
+        link.near = place.near_ranks(link.info) if reads else ()
+        link.reads = place.reads_on(link.url) if spec.legs else ()
+        if spec.legs:
+            link.near = tuple(rank for rank, host in enumerate(link.reads) if host and place.is_whole(host))
         link.planned = True
 
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits([link], self._specs)
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
-        near = self._reach.placement({link.url: link.info}).near_hosts(link.info)
+        place = self._reach.placement({link.url: link.info})
+        near = place.near_hosts(link.info)
         planned = not self._reading_hosts or (bool(near) and set(near) <= set(self._reading_hosts))
+        if self._leg_hosts:
+            planned = set(place.reads_on(link.url)) <= set(self._leg_hosts)
         self._reach.choose_late(link, planned=planned)
         self._check(link)
 
@@ -308,6 +342,20 @@ class Plan:
             state="quarantined",
             message="an update of it broke off: it may hold parts of two versions; send it a full update",
         )
+
+
+def legs_of(place: Placement, link: Link) -> Iterator[LegReport]:
+    """The legs to the ranks of a target that reads memory of trainer ranks on its hosts, and gets messages beside."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(link.reads):
+        ranks.setdefault(host, []).append(rank)
+    for host, some in ranks.items():
+        near = tuple(place.ranks_on(host)) if host else ()
+        far = tuple(rank for rank in range(len(place.places)) if rank not in near)
+        if near:
+            yield LegReport(ranks=tuple(some), by="memory", trainers=near)
+        if far and not (host and place.is_whole(host)):
+            yield LegReport(ranks=tuple(some), by="messages", trainers=far)
 
 
 def _address_for(links: Sequence[Link]) -> str:

@@ -32,14 +32,17 @@ class _Cell:
     """One group, and this rank's messages in it.
 
     Attributes:
-        kinds: Kind of each engine rank that trainer ranks send to, by rank of the group.
+        told: The words of each engine rank: what it wants.
+        hosts: The host whose memory each of them reads, as in ``Invited.reads``.
+        kinds: For each engine rank that this rank sends to, by rank of the group: that host, and the kind.
         due: Index of the bucket that it gets next.
         again: Number of buckets that were sent before, to a group that failed.
     """
 
     group: UpdateGroup
     told: Sequence[bytes]
-    kinds: dict[int, int] = field(default_factory=dict[int, int])
+    hosts: Sequence[str]
+    kinds: dict[int, tuple[str, int]] = field(default_factory=dict[int, "tuple[str, int]"])
     due: int = 0
     again: int = 0
     under_way: deque[tuple[str, list[Any]]] = field(default_factory=deque[tuple[str, list[Any]]])
@@ -53,17 +56,29 @@ class Exchange:
     """
 
     def __init__(
-        self, *, rank: int, num_trainers: int, device: torch.device, timeout_s: float, relays: bool = False
+        self,
+        *,
+        rank: int,
+        num_trainers: int,
+        device: torch.device,
+        timeout_s: float,
+        relays: bool = False,
+        host: str = "",
     ) -> None:
-        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``relays`` sends to the first of each chain only."""
+        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``relays`` sends to the first of each chain only.
+
+        ``host`` is the id of this rank's host.
+        """
         self._rank = rank
         self._num_trainers = num_trainers
         self._device = device
         self._timeout_s = timeout_s
-        self._cells: dict[str, _Cell] = {}  # by name of their group
-        self._packs = Packs(())
-        self._words: tuple[bytes, ...] = ()  # what engine ranks want, by number of the kind
+        self._host = host
         self._relays = relays
+        self._cells: dict[str, _Cell] = {}  # by name of their group
+        # By the host whose memory the engine ranks read: the packs, and what the ranks want, by number of the kind.
+        self._packs: dict[str, Packs] = {}
+        self._words: dict[str, tuple[bytes, ...]] = {}
         self._buffers: list[torch.Tensor] = []
         self.sent_bytes = self.resent_bytes = 0
 
@@ -111,7 +126,8 @@ class Exchange:
                 group.abort(str(error))
                 failures[invited.group] = str(error)
                 continue
-            self._cells[invited.group] = _Cell(group, told, due=invited.first, again=invited.begun)
+            hosts = invited.reads or ("",) * len(told)
+            self._cells[invited.group] = _Cell(group, told, hosts, due=invited.first, again=invited.begun)
         self._sort()
         return failures
 
@@ -126,18 +142,21 @@ class Exchange:
 
     def _sort(self) -> None:
         """Numbers the kinds of the engine ranks of all cells."""
-        words = tuple(dict.fromkeys(one for cell in self._cells.values() for one in cell.told))
-        if words != self._words:
-            self._words, self._packs = words, Packs([decode_wanted(one) for one in words])
-        kinds = {one: number for number, one in enumerate(words)}
+        words: dict[str, dict[bytes, int]] = {}
         for cell in self._cells.values():
-            told = cell.told
-            places = chains(told, self._num_trainers) if self._relays else [Relay()] * len(told)
-            cell.kinds = {
-                rank: kinds[one]
-                for rank, (one, place) in enumerate(zip(told, places, strict=True), self._num_trainers)
-                if not place.upstream
-            }
+            places = chains(cell.told, self._num_trainers) if self._relays else [Relay()] * len(cell.told)
+            cell.kinds = {}
+            for rank, (one, host, place) in enumerate(
+                zip(cell.told, cell.hosts, places, strict=True), self._num_trainers
+            ):
+                if not place.upstream and not (host and host == self._host):
+                    alike = words.setdefault(host, {})
+                    cell.kinds[rank] = host, alike.setdefault(one, len(alike))
+        known, self._words = self._words, {host: tuple(alike) for host, alike in words.items()}
+        self._packs = {
+            host: self._packs[host] if known.get(host) == alike else Packs([decode_wanted(one) for one in alike])
+            for host, alike in self._words.items()
+        }
 
     @property
     def failures(self) -> dict[str, str]:
@@ -151,19 +170,22 @@ class Exchange:
             cell.due = cell.again = 0
         self.sent_bytes = self.resent_bytes = 0
 
-    def send(self, bucket: Bucket, parts: Parts) -> None:
-        """Starts to send this rank's parts of a bucket to the cells that need it, then waits for the bucket before."""
+    def send(self, bucket: Bucket, parts: Mapping[str, Parts]) -> None:
+        """Starts to send this rank's parts of a bucket to the cells that need it, then waits for the bucket before.
+
+        ``parts`` are those for the engine ranks that read memory on each host; the host is empty for those that read
+        none.
+        """
         index = bucket.layout.index
         cells = [cell for cell in self._cells.values() if cell.failed is None and cell.due <= index]
         if not cells:
             return
-        plan = self._packs.plan(bucket.layout, parts)
-        packed = self._room(index, plan.packed_bytes)
-        self._packs.pack(bucket, plan, packed)
+        plans = {host: packs.plan(bucket.layout, parts[host]) for host, packs in self._packs.items()}
+        packed = self._pack(bucket, plans)
         for cell in cells:
             cell.due = index + 1
             try:
-                sends = self._sends(bucket, plan, packed, cell.kinds)
+                sends = _sends(bucket, plans, packed, cell.kinds)
                 cell.under_way.append((f"bucket {index}", cell.group.start_moves(sends)))
                 size_bytes = sum(move.data.numel() for move in sends)
                 self.sent_bytes += size_bytes
@@ -199,18 +221,14 @@ class Exchange:
         self.keep(())
         self._buffers.clear()
 
-    def _sends(self, bucket: Bucket, plan: PackPlan, packed: torch.Tensor, kinds: Mapping[int, int]) -> list[Move]:
-        sends: list[Move] = []
-        for peer, kind in kinds.items():
-            message, start = plan.messages[kind], plan.starts[kind]
-            if message.packed_bytes:
-                sends.append(Move(peer, packed[start : start + message.packed_bytes]))
-            for piece in message.pieces:
-                if piece.straight:
-                    view = region(bucket, bucket.layout.slots[piece.slot], piece.box)
-                    first = view.data_ptr() - bucket.data.data_ptr()
-                    sends.append(Move(peer, bucket.data[first : first + piece.size_bytes]))
-        return sends
+    def _pack(self, bucket: Bucket, plans: Mapping[str, PackPlan]) -> dict[str, torch.Tensor]:
+        """The small parts of a bucket put together, by the host whose memory their engine ranks read."""
+        sizes = [plan.packed_bytes for plan in plans.values()]
+        room = self._room(bucket.layout.index, sum(sizes))
+        packed = dict(zip(plans, room[: sum(sizes)].split(sizes), strict=True))
+        for host, plan in plans.items():
+            self._packs[host].pack(bucket, plan, packed[host])
+        return packed
 
     def _room(self, index: int, size_bytes: int) -> torch.Tensor:
         """One of two pack buffers, used in turn."""
@@ -221,3 +239,23 @@ class Exchange:
             self._buffers[turn] = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._buffers[turn] = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return self._buffers[turn]
+
+
+def _sends(
+    bucket: Bucket,
+    plans: Mapping[str, PackPlan],
+    packed: Mapping[str, torch.Tensor],
+    kinds: Mapping[int, tuple[str, int]],
+) -> list[Move]:
+    sends: list[Move] = []
+    for peer, (host, kind) in kinds.items():
+        message, start = plans[host].messages[kind], plans[host].starts[kind]
+        if message.packed_bytes:
+            sends.append(Move(peer, packed[host][start : start + message.packed_bytes]))
+        for piece in message.pieces:
+            if piece.straight:
+                view = region(bucket, bucket.layout.slots[piece.slot], piece.box)
+                first = view.data_ptr() - bucket.data.data_ptr()
+                sends.append(Move(peer, bucket.data[first : first + piece.size_bytes]))
+    return sends
+

@@ -168,6 +168,7 @@ class Head:
                 links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
                 for link in links:
                     self._outcomes[link.url].transport = self._plan.transport_of(link.url).name
+                    self._outcomes[link.url].legs = self._plan.legs_to(link)
                 self._sessions.open(links, version, plan.tables, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)

@@ -62,6 +62,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         transport: Name of the transport; several names joined by ``+`` if targets are reached in different ways.
         receivers: The trainer ranks that fill a bucket.
         reading_hosts: Hosts on which engines read trainer ranks' memory, where trainer ranks run on several.
+        leg_hosts: As ``TrainerGroup.leg_hosts``.
         scattered: True if each of them fills its own parts only, and nothing is gathered.
         exchanges: True if each of them sends its parts to engine ranks by itself.
         relays: True if engine ranks of one role pass on to each other what trainer ranks send.
@@ -79,6 +80,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     receivers: tuple[int, ...] = (0,)
     reading_hosts: tuple[str, ...] = ()
+    leg_hosts: tuple[str, ...] = ()
     scattered: bool = False
     exchanges: bool = False
     relays: bool = False

@@ -61,7 +61,7 @@ class Preparation:
             host = link.info.host_id if way == "buffers" else ""
             message = messages.get((way, host))
             if message is None:
-                shares = () if way == "buckets" else _shares_of(parts, way, host)
+                shares = () if way == "buckets" or not parts else _shares_of(parts, way, host)
                 message = Prepare(plan=plan, verify=config.verify, way=way, parts=shares)
                 messages[way, host] = message
             self._asked.append(link)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from weightcast.config import UpdateConfig
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import ConfigError, TargetRejected, WeightcastError
 from weightcast.protocols import Exporter, Scattering
 from weightcast.transports.blame import is_the_transports
 from weightcast.transports.broadcast import BY_RANK
@@ -15,6 +15,7 @@ from weightcast.transports.mixed import join_names
 from weightcast.transports.preflight import check_scattered, choose_transport
 from weightcast.transports.registry import TRANSPORTS
 from weightcast.transports.spec import Placement, TransportSpec
+from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
 
@@ -46,6 +47,7 @@ class Reach:
         self._best: TransportSpec | None = None
         self._chosen: dict[str, TransportSpec] = {}  # by URL; an absent target gets its own when it comes
         self._left: dict[str, set[str]] = {}  # by URL: names of transports that failed for the target
+        self._unmapped: set[str] = set()  # URLs of targets that could not map memory, and get messages
 
     @property
     def best(self) -> TransportSpec:
@@ -76,6 +78,7 @@ class Reach:
             whole_on=self._whole_on,
             shared_folder=self._config.disk_folder is not None,
             primitive=self._config.direct_by,
+            unmapped=frozenset(self._unmapped),
             keep_mapped=self._config.keep_mapped,
         )
 
@@ -115,11 +118,13 @@ class Reach:
     def leave(self, link: Link | None, error: WeightcastError) -> str | None:
         """Leaves a target's transport, which failed for it, for the next best one; ``choose`` must follow.
 
-        Only ``transport="auto"`` does so, and only if the engine says that the transport failed: an engine that is gone
+        Only ``transport="auto"`` does so, and ``direct_by="auto"`` from memory to messages, and only if the engine says that the transport failed: an engine that is gone
         is gone for every transport, and another one would not change what the engine thinks of the weights.
 
         Returns a remark for the report with the engine's words; None if the target must fail.
         """
+        if link is not None and self._config.transport == "direct":
+            return self._leave_memory(link, error)
         if self._config.transport != "auto" or link is None or not is_the_transports(error, link):
             return None
         url, failed = link.url, self.of(link.url)
@@ -131,6 +136,22 @@ class Reach:
         self._left.setdefault(url, set()).add(failed.name)
         log.warning("%s: %s gives way to %s: %s", url, failed.name, spec.name, error)
         return f"{failed.name} gave way to {spec.name}, which stays until retarget(): {error}"
+
+    def _leave_memory(self, link: Link, error: WeightcastError) -> str | None:
+        """Sends messages to a target that cannot map memory, if the caller left the way of ``direct`` open."""
+        failed = self.of(link.url)
+        refused = isinstance(error, TargetRejected) and error.status == MAPPING_FAILED
+        if self._config.direct_by != "auto" or not failed.shares_memory or not refused:
+            return None
+        self._unmapped.add(link.url)
+        try:
+            choose_transport(failed.name, self.placement({link.url: link.info}))
+        except ConfigError as why:
+            log.info("%s stays with memory: %s", link.url, why)
+            self._unmapped.discard(link.url)
+            return None
+        log.warning("%s: memory gives way to messages: %s", link.url, error)
+        return f"memory gave way to messages, which stay until retarget(): {error}"
 
     def _choose_scattered(
         self, links: Sequence[Link], placement: Placement, without: Collection[str]
@@ -161,6 +182,9 @@ class Reach:
             spec = self._best_for(link.url, link.info, unplanned)
             if spec in self._chosen.values() or not spec.shares_memory:
                 return spec
+        if self.best.legs and planned and self.best.name in link.info.transports:
+            self.best.check(self.placement({link.url: link.info}))
+            return self.best
         if not planned and self.best.shares_memory:
             raise ConfigError(
                 f"{link.url} runs on host {link.info.host_id}, for which no trainer rank fills buckets",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,6 +36,7 @@ class ServedParts:
         self._group = group
         self._checks_finite = checks_finite
         self._parts: dict[int, tuple[Sequence[tuple[int, Box]], tuple[Part, ...]]] = {}
+        self._legs: dict[int, tuple[object, dict[str, tuple[Part, ...]]]] = {}
         self._known: dict[int, _Known] = {}
         self._wholes = FiniteCheck()
 
@@ -47,8 +48,18 @@ class ServedParts:
         """The parts in the form of the wire."""
         served, known = self.of(layout), self._parts.get(layout.index)
         if known is None or known[0] is not served:
-            parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
-            known = self._parts[layout.index] = served, parts
+            known = self._parts[layout.index] = served, _as_parts(served)
+        return known[1]
+
+    def legs(self, layout: BucketLayout) -> Mapping[str, Sequence[tuple[int, Box]]]:
+        """As ``of``, for the engine ranks that read memory on each host."""
+        return cast(Scattering, self._exporter).serves_to(layout, self._group)
+
+    def legs_of(self, layout: BucketLayout) -> dict[str, tuple[Part, ...]]:
+        """The same in the form of the wire."""
+        served, known = self.legs(layout), self._legs.get(layout.index)
+        if known is None or known[0] is not served:
+            known = self._legs[layout.index] = served, {host: _as_parts(own) for host, own in served.items()}
         return known[1]
 
     def prepare(self, layout: BucketLayout) -> None:
@@ -76,3 +87,7 @@ class ServedParts:
             views = [(slots[number].spec.name, region(bucket, slots[number], box)) for number, box in served]
             known = self._known[index] = _Known(served, address, views)
         return known.views
+
+
+def _as_parts(served: Sequence[tuple[int, Box]]) -> tuple[Part, ...]:
+    return tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)

@@ -318,7 +318,11 @@ class Sessions:
         return self._transport
 
     def _sign(self) -> tuple[object, ...]:
-        return tuple((link.url, link.info.incarnation, self._plan.transport_of(link.url).name) for link in self.links)
+        return tuple(
+            (link.url, link.info.incarnation, spec.name, spec.primitive, link.near, link.reads)
+            for link in self.links
+            if (spec := self._plan.transport_of(link.url))
+        )
 
     @property
     def _cells(self) -> Sequence[Channel]:

@@ -467,6 +467,7 @@ class WeightUpdater:
         self._choice = choice
         self._group.receivers = choice.receivers
         self._group.reading_hosts = choice.reading_hosts
+        self._group.leg_hosts = choice.leg_hosts
         num_mapped = 0
         if choice.mapped:
             layouts, num_mapped = layouts_in_place(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -216,9 +217,67 @@ class ExchangeSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ]
 
 
-Source = IpcSource | ScatteredSource | RemoteSource | BroadcastSource | ExchangeSource | MappedSource | ByRankSource
+class Leg(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The parts of a bucket that some engine ranks get from one trainer rank.
+
+    They read them in its buffer, in shared memory of their host; without a handle it sends them.
+    """
+
+    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)] = ()
+    handle: MemoryHandle | None = None
+
+
+class RankLegs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Legs to some ranks of an engine.
+
+    ``legs`` has one for each trainer rank, in order of rank; their parts together are every slot exactly once.
+    """
+
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=1 << 20)]
+    legs: Annotated[tuple[Leg, ...], Meta(min_length=1, max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLegs:
+    """The legs to one rank; ``group`` is as in ``LegsSource``."""
+
+    legs: tuple[Leg, ...]
+    group: str | None
+
+
+class LegsSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="legs"):
+    """Each engine rank gets its share of the bucket from trainer ranks on its host by memory, from others in messages.
+
+    ``group`` has all trainer ranks, the first ones, and the engine ranks that get messages; None if no rank of this
+    engine gets any.  An engine rank gets the boxes that it wants, as with ``ExchangeSource``.
+    """
+
+    transport: ClassVar[str] = "direct"
+
+    ranks: Annotated[tuple[RankLegs, ...], Meta(min_length=1, max_length=4096)]
+    group: GroupName | None = None
+
+    def of(self, rank: int) -> OwnLegs:
+        """Returns the legs to one rank; raises ``Refused`` if it has none."""
+        for some in self.ranks:
+            if rank in some.ranks:
+                return OwnLegs(some.legs, self.group)
+        raise Refused(f"rank {rank} was given no legs")
+
+
+Source = (
+    IpcSource
+    | ScatteredSource
+    | RemoteSource
+    | BroadcastSource
+    | ExchangeSource
+    | MappedSource
+    | ByRankSource
+    | LegsSource
+)
 
 
 def group_of(source: Source) -> str | None:
     """Returns the group in which a bucket comes, to some ranks at least; None if it comes in no group."""
-    return source.group if isinstance(source, BroadcastSource | ExchangeSource | ByRankSource) else None
+    grouped = BroadcastSource | ExchangeSource | ByRankSource | LegsSource
+    return source.group if isinstance(source, grouped) else None
