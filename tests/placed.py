@@ -6,7 +6,6 @@ All of it needs root.  They act on the calling process alone and on those that i
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import socket
 import subprocess
@@ -28,7 +27,6 @@ _NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 _NEW_NAMES = 0x4000000  # CLONE_NEWUTS
 _SYS_PTRACE = 19
 _CAPABILITIES_V3 = 0x20080522
-_NOBODY = 65534
 
 
 def _can_move() -> bool:
@@ -88,14 +86,6 @@ def _change_boot_id(boot_id: str) -> None:
 def _call(function: str, *arguments: object) -> None:
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         raise OSError(ctypes.get_errno(), function)
-
-
-def become_another_user() -> None:
-    """Gives up root, so the kernel refuses this process the memory of the trainer's."""
-    importlib.import_module("encodings.idna")  # Python loads it late, and its files may be readable for root alone
-    os.setgroups([])
-    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
 
 
 class PlacedEngine(Engine):

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from torch import nn
 
 from tests.forking import fork_ranks
-from tests.hosts import INTERFACE, Host, enter
+from tests.hosts import INTERFACE, Host, become_another_user, enter
 from tests.torn import tear
 from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
@@ -100,10 +100,13 @@ class ToyWorker:
         keep_storage: bool = False,
         computed: bool = False,
         places: tuple[Host, ...] = (),
+        stranger: int | None = None,
     ) -> None:
         if places:
             enter(places[rank])  # while this process has one thread
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        if rank == stranger:
+            become_another_user()
         torch.set_num_threads(1)
         device = torch.device(devices[rank % len(devices)])
         weights = toy_weights(seed=seed, rows=rows)
@@ -181,6 +184,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--pid", type=int, help="process number that every rank says it has, as in a container")
     parser.add_argument("--places", type=Host.read, nargs="+", default=(), help="the host of each rank, as JSON")
+    parser.add_argument("--stranger", type=int, help="a rank that runs as another user")
     parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
     parser.add_argument(
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
@@ -195,6 +199,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     settings["keep_storage"] = args.keep_storage
     settings["computed"] = args.computed
     settings["places"] = tuple(args.places)
+    settings["stranger"] = args.stranger
     executor = (
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )

@@ -25,7 +25,6 @@ from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.errors import TrainerRankFailed
 from weightcast.update.served_parts import ServedParts
@@ -66,8 +65,10 @@ def spread() -> Iterator[Callable[..., SpreadEngine]]:
     """Starts engines with a rank on each of some hosts."""
     started: list[SpreadEngine] = []
 
-    def start(*places: Host) -> SpreadEngine:
-        started.append(SpreadEngine(*places, options=[f"--rows={ROWS}"]))
+    def start(*places: Host, stranger: int | None = None) -> SpreadEngine:
+        """``stranger`` is a rank that the kernel refuses the trainer's memory."""
+        strange = [] if stranger is None else [f"--stranger={stranger}"]
+        started.append(SpreadEngine(*places, options=[f"--rows={ROWS}", *strange]))
         return started[-1]
 
     yield start
@@ -126,7 +127,7 @@ def finish() -> None:
 kept: dict = {}
 
 
-def wanted_bytes(places: list[Host], holder: Host, mesh_is_replicated: bool = False) -> int:
+def wanted_bytes(places: list[Host], holder: Host) -> int:
     """Bytes that the ranks of a toy engine, one on each of some hosts, keep of what one trainer host has.
 
     The trainer has four shards, two on each of its hosts.
@@ -188,3 +189,130 @@ def test_bytes_between_ranks_of_one_host_go_by_memory_and_only_the_rest_on_the_w
     }
     assert legs(rows[1]) == {((0,), "memory", on_alpha), ((0,), "messages", on_beta)}
     assert legs(rows[2]) == {((0, 1), "memory", on_beta), ((0, 1), "messages", on_alpha)}
+
+
+def update_all(job: Ranks, engines: list[SpreadEngine], mesh: tuple[int, ...], **options: object) -> list[dict]:
+    """Updates twice with one trainer; returns each engine's row of the second report, and checks what is served."""
+    job.run(begin, [engine.url for engine in engines], next_version(), mesh, options)
+    versions = [next_version(), next_version()]
+    reports = [job.run(go_on, version) for version in versions]
+    job.run(finish)
+    check_serves(engines, versions[-1])
+    rows = json.loads(reports[-1][0])["targets"]
+    assert [(row["proof"], row["version_after"]) for row in rows] == [("resident", versions[-1])] * len(engines)
+    return rows
+
+
+def test_replica_on_the_ranks_own_host_is_read_and_hosts_without_trainers_get_messages(places, job, spread) -> None:
+    alpha, beta, gamma = places
+    engines = [spread(alpha, gamma), spread(beta), spread(gamma, gamma)]
+    before = [host.sent_bytes() for host in (alpha, beta)]
+    rows = update_all(job, engines, (2, 2))
+    sent = sum(host.sent_bytes() - old for host, old in zip((alpha, beta), before, strict=True))
+    everybody = (0, 1, 2, 3)
+    assert legs(rows[0]) == {((0,), "memory", (0, 1)), ((1,), "messages", everybody)}
+    assert legs(rows[1]) == {((0,), "memory", (2, 3))}
+    assert legs(rows[2]) == {((0, 1), "messages", everybody)}
+    # The embedding once for each of the three ranks on gamma, in each of two updates.
+    embedding = weights_of(0)["embed.weight"].nbytes
+    assert 6 * embedding < sent < 9 * embedding
+
+
+def test_one_trainer_rank_reaches_its_host_by_memory_and_another_by_messages(places, spread) -> None:
+    alpha, beta, _ = places
+    ranks = job_on(alpha)
+    try:
+        [first, second] = update_all(ranks, [spread(alpha, beta), spread(alpha)], (1,), bucket_bytes=100_000)
+        [alone] = update_all(ranks, [spread(alpha)], (1,), direct_by="mixed")
+    finally:
+        ranks.close()
+    assert legs(first) == {((0,), "memory", (0,)), ((1,), "messages", (0,))}
+    assert legs(second) == legs(alone) == {((0,), "memory", (0,))}
+
+
+def test_memory_that_cannot_be_mapped_gives_way_to_messages_in_the_same_update(places, job, spread) -> None:
+    alpha, beta, _ = places
+    refused, other = spread(alpha, beta, stranger=1), spread(alpha)
+    rows = update_all(job, [refused, other], (4,), on_failure="quarantine")
+    assert legs(rows[0]) == {((0, 1), "messages", (0, 1, 2, 3))}
+    assert legs(rows[1]) == {((0,), "memory", (0, 1)), ((0,), "messages", (2, 3))}
+
+
+def refused_update(urls: list[str], version: int, options: dict) -> str:
+    begin(urls, next_version(), (4,), options)
+    try:
+        with pytest.raises(UpdateFailed) as raised:
+            go_on(version)
+        return str(raised.value)
+    finally:
+        finish()
+
+
+def test_memory_that_cannot_be_mapped_is_refused_by_name_if_it_was_asked_for(places, job, spread) -> None:
+    alpha, beta, _ = places
+    refused = spread(alpha, beta, stranger=1)
+    for words in job.run(refused_update, [refused.url], next_version(), {"direct_by": "mixed"}):
+        assert f"{refused.url} refused bucket 0" in words
+        assert "rank 1: cannot map memory of process" in words
+    check_serves([refused], 0)
+
+
+def lose_a_trainer(urls: list[str], version: int, victim: int) -> str:
+    look, seen = ServedParts.look, []
+
+    def dying(self, bucket):
+        seen.append(1)
+        if dist.get_rank() == victim and len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return look(self, bucket)
+
+    ServedParts.look = dying
+    try:
+        begin(urls, version, (4,), {"bucket_bytes": 100_000, "timeout_s": KILLED_S})
+        go_on(version)
+    except TrainerRankFailed as error:
+        return str(error)
+    return "updated"
+
+
+@pytest.mark.parametrize("victim", [1, 3], ids=["beside the first rank", "beside the second rank"])
+def test_trainer_rank_that_is_killed_is_named_with_its_host(places, spread, victim) -> None:
+    alpha, beta, _ = places
+    engines = [spread(alpha, beta), spread(beta)]
+    ranks = job_on(alpha, alpha, beta, beta)
+    try:
+        ranks.start(lose_a_trainer, [engine.url for engine in engines], next_version(), victim)
+        host = "alpha" if victim < RANKS_ON_ALPHA else "beta"
+        for rank in {0, 1, 2, 3} - {victim}:
+            assert f"trainer rank {victim} (host {host})" in ranks.answer(rank)
+    finally:
+        ranks.close()
+    check_serves(engines, 0)
+
+
+def lose_an_engine_rank(urls: list[str], version: int, pid: int) -> str:
+    def kill(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 3:
+            os.kill(pid, signal.SIGKILL)
+
+    seen: list[int] = []
+    options = {"bucket_bytes": 100_000, "timeout_s": KILLED_S, "on_failure": "quarantine", "progress": kill}
+    begin(urls, next_version(), (4,), options)
+    try:
+        return go_on(version)
+    finally:
+        finish()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_engine_rank_that_is_killed_is_named_and_the_other_engine_is_updated(places, job, spread, victim) -> None:
+    alpha, beta, _ = places
+    engine, other = spread(alpha, beta), spread(beta)
+    version, pid = next_version(), engine.info().ranks[victim].pid
+    for text in job.run(lose_an_engine_rank, [engine.url, other.url], version, pid):
+        lost, good = json.loads(text)["targets"]
+        assert (good["proof"], good["version_after"]) == ("resident", version)
+        assert lost["status"] != "serving"
+        assert f"rank {victim} (pid {pid})" in lost["message"], lost
+    check_serves([other], version)

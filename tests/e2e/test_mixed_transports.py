@@ -15,7 +15,8 @@ from tests.clock import PATIENCE_S
 from tests.e2e import engines as reference
 from tests.e2e.test_direct import in_shared_memory
 from tests.harness import connect, next_version, on_every_rank, serves_whole, trainer_of
-from tests.placed import PlacedEngine, become_another_user, move_to_another_host, needs_root
+from tests.hosts import become_another_user
+from tests.placed import PlacedEngine, move_to_another_host, needs_root
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater

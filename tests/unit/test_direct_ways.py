@@ -48,7 +48,12 @@ def placement(trainers: list[str], *engines: Any, **more: Any) -> Placement:
     [
         (placement(["cpu"], engine("cpu")), "memory"),
         (placement(["cpu"], engine("cpu"), keep_mapped=True), "shards"),
-        (placement(["cpu", "cpu"], engine("cpu", "cpu"), engine("cpu", host="another")), "messages"),
+        (placement(["cpu", "cpu"], engine("cpu", "cpu"), engine("cpu", host="another")), "mixed"),
+        (placement(["cpu"], engine("cpu", host="another")), "messages"),
+        (placement(["cpu"], engine("cpu"), engine("cpu", host="b"), unmapped={"http://e0"}), "messages"),
+        (placement(["cpu"], engine("cpu"), engine("cpu"), unmapped={"http://e0"}), "mixed"),
+        (placement(["GPU-1"], engine("GPU-2"), engine("GPU-3", host="another")), "messages"),
+        (placement(["GPU-1"], engine("GPU-1"), engine("GPU-3", host="another"), primitive="mixed"), "mixed"),
         (placement(["GPU-1"], engine("GPU-1")), "memory"),
         (placement(["GPU-1"], engine("GPU-1"), keep_mapped=True), "shards"),
         (placement(["GPU-1"], engine("GPU-2", host="another")), "messages"),
@@ -70,6 +75,8 @@ def test_the_first_way_that_reaches_every_engine_is_taken(place: Placement, way:
         (placement(["cpu"], engine("GPU-1"), primitive="memory"), "cannot map the memory of the trainer's cpu"),
         (placement(["GPU-1"], engine("cuda"), primitive="memory"), "they run on cuda"),
         (placement(["GPU-1", "GPU-2"], engine("GPU-2"), primitive="messages"), "share GPU GPU-2, and NCCL needs"),
+        (placement(["GPU-1", "GPU-2"], engine("GPU-2"), hosts=("a", "b"), primitive="mixed"), "share GPU GPU-2"),
+        (placement(["cpu"], engine("GPU-1"), primitive="mixed"), "needs trainer and engines on the same type"),
         (placement(["cpu"], engine("GPU-1"), primitive="messages"), "needs trainer and engines on the same type"),
         (placement(["cpu"], engine("cpu", transports=("ipc",))), "takes no update by direct, only by ipc"),
     ],
@@ -130,8 +137,8 @@ def on_two_hosts(*engines: Any, whole: tuple[str, ...] = (), **more: Any) -> Pla
     [
         (on_two_hosts(engine("cpu", host="a"), engine("cpu", host="b"), whole=("a", "b")), "memory"),
         (on_two_hosts(engine("cpu", host="b"), whole=("b",), keep_mapped=True), "shards"),
-        (on_two_hosts(engine("cpu", host="a"), engine("cpu", host="b"), whole=("a",)), "messages"),
-        (on_two_hosts(engine("cpu", host="a")), "messages"),  # where part of the weights lie on b alone
+        (on_two_hosts(engine("cpu", host="a"), engine("cpu", host="b"), whole=("a",)), "mixed"),
+        (on_two_hosts(engine("cpu", host="a")), "mixed"),  # where part of the weights lie on b alone
         (on_two_hosts(engine("cpu", host="c"), whole=("a", "b")), "messages"),
     ],
 )
@@ -213,11 +220,27 @@ def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (engine("cpu", remote=True), "rdma, relay, messages can be used; auto does not take it"),
-        (engine("cpu"), "relay, messages can be used; auto does not take it"),
-        (engine("GPU-1", remote=True), "relay, messages can be used; auto does not take it"),
+        (engine("cpu", remote=True), "rdma, relay, mixed, messages can be used; auto does not take it"),
+        (engine("cpu"), "relay, mixed, messages can be used; auto does not take it"),
+        (engine("GPU-1", remote=True), "relay, mixed, messages can be used; auto does not take it"),
     ],
 )
 def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, found, words) -> None:
     checks = [Check(name="ipc", level="warn", text=""), Check(name="rendezvous", level="ok", text="")]
-    assert [check.text for check in diagnose._scattered(checks, found)] == [words]
+    [check] = diagnose._scattered(checks, found)
+    assert check.text == f"{words}; mixed takes from trainer ranks on this host rank 0 by messages"
+
+
+def test_doctor_says_by_which_way_trainer_ranks_here_reach_each_rank() -> None:
+    checks = [Check(name="rendezvous", level="ok", text="")]
+    hosts = [host_id(), "b", host_id()]
+    found = msgspec.structs.replace(
+        engine("cpu", "cpu", "cpu", host=""),
+        ranks=tuple(
+            RankInfo(rank=rank, pid=1, device="cpu", host_id=host, host=host[:4]) for rank, host in enumerate(hosts)
+        ),
+    )
+    [check] = diagnose._scattered(checks, found)
+    here = hosts[0][:4]
+    words = f"rank 0 on host {here}, rank 2 on host {here} by memory and rank 1 on host b by messages"
+    assert check.text.endswith(f"mixed takes from trainer ranks on this host {words}")

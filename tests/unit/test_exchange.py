@@ -105,7 +105,7 @@ class Post:
         assert works == ["works"]
 
 
-def invited(world_size: int, group: str = "g", **options: int) -> Invited:
+def invited(world_size: int, group: str = "g", **options: Any) -> Invited:
     """To the group of one cell."""
     return Invited(group=group, host="h", port=1, token="t", world_size=world_size, **options)
 
@@ -150,6 +150,15 @@ def exchanges(draw) -> dict:
     }
 
 
+@st.composite
+def exchanges_between_hosts(draw) -> dict:
+    """As ``exchanges``; trainer ranks are on some of four hosts, and so are engine ranks, or read no memory."""
+    case = draw(exchanges())
+    case["hosts"] = draw(st.lists(st.sampled_from("abc"), min_size=16, max_size=16))
+    case["reads"] = draw(st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=4, max_size=4))
+    return case
+
+
 def play(case: dict) -> tuple[list[Trainer], list[Loader], list[EngineRank], list[BucketLayout], list[TensorSpec]]:
     job = case["job"]
     game = Game(math.prod(job["axes"]))
@@ -179,13 +188,31 @@ def test_each_engine_rank_gets_its_share_and_nothing_else(case):
         pieces.STRAIGHT_BYTES = before
 
 
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(case=exchanges_between_hosts())
+def test_each_engine_rank_reads_what_its_host_has_and_gets_messages_for_the_rest(case):
+    before, pieces.STRAIGHT_BYTES = pieces.STRAIGHT_BYTES, case["straight_bytes"]
+    try:
+        exchange_and_compare(case)
+    finally:
+        pieces.STRAIGHT_BYTES = before
+
+
 def exchange_and_compare(case: dict) -> None:
     trainers, loaders, models, layouts, specs = play(case)
     wanted = [encode_wanted(loader.scattered.wanted) for loader in loaders]
     post = Post(len(trainers), wanted)
-    ends = [Exchange(rank=n, num_trainers=len(trainers), device=CPU, timeout_s=1.0) for n in range(len(trainers))]
+    hosts = [case["hosts"][rank % 16] if "hosts" in case else "" for rank in range(len(trainers))]
+    reads = [host if host in hosts else "" for host in case.get("reads", [""] * 4)[: len(loaders)]]
+    for trainer in trainers:
+        trainer.group.hosts = tuple(hosts)  # type: ignore[misc]
+        trainer.group.leg_hosts = (*sorted(set(reads) - {""}), "")
+    ends = [
+        Exchange(rank=n, num_trainers=len(trainers), device=CPU, timeout_s=1.0, host=hosts[n])
+        for n in range(len(trainers))
+    ]
     for end in ends:
-        assert end.use({invited(post.world_size): cast(UpdateGroup, post)}) == {}
+        assert end.use({invited(post.world_size, reads=tuple(reads)): cast(UpdateGroup, post)}) == {}
     largest = max(layout.size_bytes for layout in layouts)
     slots = [[torch.empty(largest, dtype=torch.uint8) for _ in range(2)] for _ in trainers]
     for seed in range(3):  # from the second time on from plans that are known, in the same buffers
@@ -199,16 +226,21 @@ def exchange_and_compare(case: dict) -> None:
             end.begin()
         for layout in layouts:
             post.messages.clear()
-            parts = []
+            parts: dict[str, list[tuple[Part, ...]]] = {host: [] for host in trainers[0].group.leg_hosts}
+            filled = []
             for trainer, end, buffers in zip(trainers, ends, slots, strict=True):
                 bucket = Bucket(layout, buffers[layout.index % 2].random_(0, 256))
                 trainer.gatherer.fill_own(bucket, layout, trainer.group, SourceSums())
-                served = list(trainer.gatherer.serves(layout, trainer.group))
-                parts.append(tuple(Part(slot=slot, offset=box.offset, shape=box.shape) for slot, box in served))
+                served = trainer.gatherer.serves_to(layout, trainer.group)
+                for host, own in served.items():
+                    parts[host].append(tuple(Part(slot=slot, offset=box.offset, shape=box.shape) for slot, box in own))
+                filled.append(bucket.data)
                 end.send(bucket, served)
                 assert end.failures == {}
-            for number, loader in enumerate(loaders):
-                plan = loader.scattered.plan_exchange(layout, tuple(parts))
+            for number, (loader, host) in enumerate(zip(loaders, reads, strict=True)):
+                near = tuple(rank for rank, its in enumerate(hosts) if host and its == host)
+                plan = loader.scattered.plan_legs(layout, tuple(parts[host]), near)
+                assert not any(plan.messages[rank].pieces for rank in near)
                 received = torch.zeros(max(plan.size_bytes, 1), dtype=torch.uint8)
                 arriving = iter(post.messages.get(len(trainers) + number, []))
                 for message, start in zip(plan.messages, plan.starts, strict=True):
@@ -219,7 +251,7 @@ def exchange_and_compare(case: dict) -> None:
                             bytearray(data), dtype=torch.uint8
                         )
                 assert next(arriving, None) is None, "more was sent than is wanted"
-                loader.load_messages(received, plan)
+                loader.load_messages_beside([received, *(filled[rank] for rank in near)], plan)
                 num_pieces[number] += sum(len(message.pieces) for message in plan.messages)
         written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
         for count, loader in zip(num_pieces, loaders, strict=True):

@@ -15,9 +15,10 @@ from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, Refused, TargetRejected
 from weightcast.plugins.rank_sockets import Hello, SocketRanks
+from weightcast.update import choose
 from weightcast.update.diagnose import _sharing
-from weightcast.wire.answers import MAPPING_FAILED
-from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, MemoryHandle
+from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED
+from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, Leg, LegsSource, MemoryHandle, Part
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, plan_buckets
@@ -102,6 +103,69 @@ def test_ranks_read_memory_of_their_own_hosts_if_each_has_trainer_ranks() -> Non
     assert source.of(1) == IpcSource(handles=(OTHER,))
     with pytest.raises(Refused, match="rank 2 was given neither memory nor a group"):
         source.of(2)
+
+
+@pytest.fixture
+def any_exporter(monkeypatch) -> None:
+    """The played exporter counts as one that can send shards."""
+    monkeypatch.setattr(choose, "check_scattered", lambda *_: None)
+
+
+@pytest.mark.usefixtures("any_exporter")
+def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_others() -> None:
+    infos = {HERE: spread("a", "b", "c")}
+    plan = plan_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"), transport="direct")
+    choice = plan.choose()
+    link = plan.links[HERE]
+    assert (choice.exchanges, choice.ways, choice.leg_hosts) == (True, ("weightcast",), ("a", "b", ""))
+    # The played trainer has all weights on each of its hosts.
+    assert (link.reads, link.near, link.members) == (("a", "b", ""), (0, 1), (2,))
+    assert list(map(str, plan.legs_to(link))) == [
+        "rank 0 by memory from trainer ranks 0-1",
+        "rank 1 by memory from trainer rank 2",
+        "rank 2 by messages from trainer ranks 0-2",
+    ]
+    own, other = (Part(slot=0, offset=(row,), shape=(2,)) for row in (0, 2))
+    buffers = [
+        Shared(memory=HANDLE, host="a", legs={"a": (own,), "b": (), "": (own,)}),
+        Shared(memory=OTHER, host="b", legs={"a": (other,), "b": (own, other), "": (other,)}),
+    ]
+    message = announce_of("0" * 32, LAYOUT, group="g", shared=link.shared(buffers))
+    assert decode(encode(message)) == message
+    source = message.source
+    assert isinstance(source, LegsSource)
+    assert source.of(0).legs == (Leg(parts=(own,), handle=HANDLE), Leg(parts=(other,)))
+    assert source.of(1).legs == (Leg(), Leg(parts=(own, other), handle=OTHER))
+    assert source.of(2).legs == (Leg(parts=(own,)), Leg(parts=(other,)))
+    with pytest.raises(Refused, match="rank 3 was given no legs"):
+        source.of(3)
+
+
+def test_memory_of_one_host_is_refused_for_an_engine_on_several() -> None:
+    plan = plan_of({HERE: spread("a", "b")}, ["cpu"] * 2, hosts=("a", "b"), transport="direct", direct_by="memory")
+    with pytest.raises(ConfigError, match="runs on several hosts"):
+        plan.choose()
+
+
+def refused(words: str, status: int) -> TargetRejected:
+    return TargetRejected(f"{HERE}: {words}", url=HERE, status=status)
+
+
+@pytest.mark.usefixtures("any_exporter")
+def test_direct_leaves_memory_for_messages_only_if_memory_failed_and_the_way_was_left_open() -> None:
+    infos = {HERE: spread("a", "b"), THERE: spread("b", "b")}
+    options = {"hosts": ("a", "b"), "transport": "direct"}
+    plan = plan_of(infos, ["cpu"] * 2, **options)
+    plan.choose()
+    assert plan.leave_transport(HERE, refused("its group broke", GROUP_FAILED)) is None
+    note = plan.leave_transport(HERE, refused("cannot map", MAPPING_FAILED))
+    assert note is not None
+    assert note.startswith("memory gave way to messages")
+    assert plan.choose_again().leg_hosts == ("b", "")
+    assert [(plan.links[url].reads, plan.links[url].near) for url in infos] == [(("", ""), ()), (("b", "b"), (0, 1))]
+    asked = plan_of(infos, ["cpu"] * 2, direct_by="mixed", **options)
+    asked.choose()
+    assert asked.leave_transport(HERE, refused("cannot map", MAPPING_FAILED)) is None
 
 
 @pytest.mark.parametrize("changes", [{"transports": ("broadcast",)}, {"host_id": ""}])

@@ -155,7 +155,8 @@ class Shares:
         receives = _receives(plan, room.data)
         if receives and source.group is None:
             raise Refused(f"bucket {layout.index} has parts that are in no memory of this host, and names no group")
-        if source.group is not None:
+        if receives:
+            assert source.group is not None
             self.groups.receive(source.group, receives, what=f"bucket {layout.index}", timeout_s=timeout_s)
         if interrupted():
             raise Refused("interrupted")

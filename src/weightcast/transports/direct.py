@@ -178,11 +178,9 @@ def _check_mixed(placement: Placement) -> None:
 
 
 def _suits_mixed(placement: Placement) -> bool:
-    """True if there are legs of both kinds.  On GPUs the caller must ask for it, since it has not been shown there."""
-    reads = [host for url in placement.infos for host in placement.reads_on(url)]
-    far = [host for host in reads if not host or not placement.is_whole(host)]
+    """True if any engine rank can read memory.  On GPUs the caller must ask for it, since it was not shown there."""
     on_cpus = placement.device.type == "cpu" and placement.devices == frozenset(("cpu",))
-    return on_cpus and any(reads) and bool(far)
+    return on_cpus and any(host for url in placement.infos for host in placement.reads_on(url))
 
 
 def _exchange(wiring: Wiring, *, relays: bool = False) -> Transport:

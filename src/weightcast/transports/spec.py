@@ -61,13 +61,14 @@ class Placement:
             covered = frozenset(self.hosts[:1]) or covered
         elif reach == "replicas" and len(covered) > 1:
             covered = self._whole_hosts
-        # Each rank can read memory of its own host, if that has whole buckets.
+        # Each rank can read memory of its own host, if that has whole buckets.  Otherwise all read that of one host.
         each = reach == "trainers"
         return next(
             (
                 url
                 for url, info in self.infos.items()
                 if not covered.issuperset(info.hosts if each and info.on_several_hosts else (info.host_id,))
+                or (info.on_several_hosts and not each)
             ),
             None,
         )

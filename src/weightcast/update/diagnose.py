@@ -402,6 +402,16 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
     return Check(name="transports", level="ok", text=f"{' and '.join(usable)} can be used")
 
 
+def _legs_from_here(info: EngineInfo, *, mapped: bool) -> str:
+    """The way from trainer ranks on this host to each rank of an engine; ``mapped`` if ranks here can map memory."""
+    from weightcast.comm.ipc import host_id
+
+    near = [rank.rank for rank, host in zip(info.ranks, info.hosts, strict=True) if mapped and host == host_id()]
+    far = [rank.rank for rank in info.ranks if rank.rank not in near]
+    ways = [f"{', '.join(map(info.named, some))} by {by}" for some, by in ((near, "memory"), (far, "messages")) if some]
+    return f"from trainer ranks on this host {' and '.join(ways) or 'messages'}"
+
+
 def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
     from weightcast.transports.registry import TRANSPORTS
@@ -421,4 +431,6 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
             if any(way.mapped for way in ways):
                 auto = "auto takes it if the trainer sets keep_mapped=True"
             text = f"{', '.join(way.primitive for way in ways)} can be used; {auto}"
+            if any(way.legs for way in ways):
+                text += f"; mixed takes {_legs_from_here(info, mapped=possible['memory'] or info.on_several_hosts)}"
         yield Check(name=spec.name, level="ok", text=text)

@@ -118,8 +118,9 @@ class Reach:
     def leave(self, link: Link | None, error: WeightcastError) -> str | None:
         """Leaves a target's transport, which failed for it, for the next best one; ``choose`` must follow.
 
-        Only ``transport="auto"`` does so, and ``direct_by="auto"`` from memory to messages, and only if the engine says that the transport failed: an engine that is gone
-        is gone for every transport, and another one would not change what the engine thinks of the weights.
+        Only ``transport="auto"`` does so, and ``direct`` with ``direct_by="auto"`` from memory to messages.  It is done
+        only if the engine says that the transport failed: an engine that is gone is gone for every transport, and
+        another one would not change what the engine thinks of the weights.
 
         Returns a remark for the report with the engine's words; None if the target must fail.
         """

@@ -279,5 +279,8 @@ Source = (
 
 def group_of(source: Source) -> str | None:
     """Returns the group in which a bucket comes, to some ranks at least; None if it comes in no group."""
-    grouped = BroadcastSource | ExchangeSource | ByRankSource | LegsSource
-    return source.group if isinstance(source, grouped) else None
+    match source:
+        case BroadcastSource() | ExchangeSource() | ByRankSource() | LegsSource():
+            return source.group
+        case _:
+            return None
