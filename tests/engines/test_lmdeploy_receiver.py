@@ -30,7 +30,7 @@ from tests.engines.lmdeploy_receiver_server import (
     start_in_ray,
 )
 from tests.engines.test_sglang_cpu import nudge
-from tests.harness import BeforeCommit
+from tests.harness import BeforeCommit, wait_for
 from tests.raycluster import HEAD, HIGH, LOW
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_watch_metrics import series
@@ -320,6 +320,18 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(engine, model)
 
 
+def ended(served: Served, rank: int, pid: int) -> None:
+    """Waits until the server says that it is out of use because of a rank, to us and in LMDeploy's own health."""
+    wait_for(lambda: served.info()["state"] == "quarantined", "the end of the engine", timeout_s=PATIENCE_S)
+    wait_for(
+        lambda: served.engine.client.get(served.engine.url + "/health").status_code == 503,
+        "LMDeploy's health",
+        timeout_s=PATIENCE_S,
+    )
+    words = served.info()["message"]
+    assert re.search(rf"rank {rank} \(pid {pid}\) (is gone|was killed by signal 9)", words), words
+
+
 class TestMp:
     """Two ranks of LMDeploy's executor mp."""
 
@@ -370,9 +382,29 @@ class TestMp:
                 if 0 < done < total and rank.is_running():
                     rank.kill()
 
-            with pytest.raises(UpdateFailed, match=rf"rank 1 \(pid {rank.pid}\) is gone"):
+            with pytest.raises(UpdateFailed, match=rf"rank 1 \(pid {rank.pid}\) (is gone|was killed by signal 9)"):
                 served.step("retract", progress=kill)
-            assert served.info()["state"] == "quarantined"
+            ended(served, 1, rank.pid)
+
+    def test_rank_that_a_signal_kills_between_updates_ends_its_requests(self, tmp_path: Path) -> None:
+        """LMDeploy's own engine process would wait for the rank, and clients for their answers."""
+        model = model_in(tmp_path)
+        tiny_tokenizer(tmp_path)
+        with lmdeploy(tmp_path, tmp_path / "server.log", tp=2, executor="mp") as engine:
+            served = Served(engine, model)
+            ranks = [psutil.Process(rank["pid"]) for rank in served.info()["ranks"]]
+            streams = [LmdeployStream(engine.url, prompt, LONG) for prompt in PROMPTS]
+            for stream in streams:
+                stream.wait_for(SEEN)
+            ranks[0].kill()
+            for stream in streams:
+                assert stream.ended().finish != "length"
+                assert "Timeout" not in stream.failure
+            ended(served, 0, ranks[0].pid)
+            with pytest.raises(UpdateFailed, match=rf"rank 0 \(pid {ranks[0].pid}\) was killed by signal 9"):
+                served.step("retract")
+            psutil.wait_procs(ranks, timeout=PATIENCE_S)
+            assert not any(rank.is_running() for rank in ranks)
 
 
 class TestSleep:

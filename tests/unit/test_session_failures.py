@@ -202,3 +202,21 @@ def test_a_rank_that_dies_quarantines_the_engine_and_is_named(bench, what):
     made.engine.apply(sender.abort())
     assert made.engine.info().session_owner is None
     assert not made.engine.apply(Sender(weights_of(2), version=2).open).ok
+
+
+def test_ranks_that_end_between_two_messages_quarantine_the_engine_until_an_update(bench):
+    made = bench(tp_size=2)
+    made.engine.ranks_lost(EngineFailure("rank 1 was killed", ranks=[1], hint="restart the engine"))
+    info = made.engine.info()
+    assert (info.state, info.paused, info.message) == ("quarantined", True, "rank 1 was killed (restart the engine)")
+    made.update(1)
+    assert made.serves(1)
+
+
+def test_ranks_that_end_during_a_session_end_it(bench):
+    made = bench(tp_size=2)
+    sender = Sender(weights_of(1), version=1)
+    made.tell(sender.open)
+    made.engine.ranks_lost(EngineFailure("rank 1 was killed", ranks=[1]))
+    assert "rank 1 was killed" in made.refuse(sender.announce(0))
+    assert made.engine.info().state == "quarantined"

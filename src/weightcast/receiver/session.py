@@ -184,6 +184,16 @@ class SessionHandler:
         self._engine.discard(why)
         self._events.look(self._session, self._last)
 
+    def ranks_lost(self, error: EngineFailure) -> None:
+        """Quarantines an engine whose ranks ended between two messages, once no message is being carried out."""
+        with self._busy:
+            if self._engine.state == "quarantined":
+                return
+            if self._session is not None:
+                self._session.failed = error_words(error)
+            self._engine.quarantine(error_words(error))
+            self._events.look(self._session, self._last)
+
     def replaced(self, why: str) -> None:
         """Lets an engine serve whole weights that came past this session, at no known version.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
+from multiprocessing.connection import wait
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -12,6 +15,7 @@ from weightcast.comm.ipc import host_id
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
+from weightcast.plugins.lmdeploy.folder import failure_words
 from weightcast.plugins.lmdeploy.hook_points import other_version, version
 from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
 from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
@@ -76,8 +80,24 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     guard_sleep(router, async_engine, engine, hooks, calls, never=cannot_wake)
     admit_own_updates(router, engine, hooks, calls, folder)
 
+    process = getattr(async_engine.engine, "proc", None)
+    if process is not None:
+        threading.Thread(
+            target=_watch_engine, args=(process, folder, executor, engine), name="weightcast-engine", daemon=True
+        ).start()
+
     async def note_loop() -> None:
         calls.set_loop(asyncio.get_running_loop())
 
     for routes in (weight_routes(engine), peer_routes(lambda: engine)):
         router.include_router(routes, dependencies=[Depends(note_loop)])
+
+
+def _watch_engine(process: Any, folder: str, executor: LmdeployExecutor, engine: SleepingSessions) -> None:
+    """Waits for the end of LMDeploy's engine process, and quarantines the engine unless LMDeploy has asked for it."""
+    wait([process.sentinel])
+    process.join()
+    words, code = failure_words(folder), process.exitcode
+    if not words and code in (0, -signal.SIGTERM):
+        return
+    engine.ranks_lost(executor.engine_lost(words or f"the engine process (pid {process.pid}) ended with {code}"))

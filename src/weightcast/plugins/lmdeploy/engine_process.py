@@ -15,7 +15,7 @@ from typing import Any
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.lmdeploy.folder import folder_of_server, module_map, note_failure
 from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
-from weightcast.plugins.lmdeploy.mp_executor import refuse_lost_answers
+from weightcast.plugins.lmdeploy.mp_executor import end_with_lost_ranks, refuse_lost_answers
 from weightcast.plugins.lmdeploy.requests_at_switch import RequestsAtSwitch
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
@@ -102,6 +102,7 @@ def patch() -> None:
     EngineLoop.__init__ = made
     engine.build_executor = _on_this_host(engine.build_executor)
     refuse_lost_answers()
+    end_with_lost_ranks(folder_of_server())
     # LMDeploy serves every public function of this class to the API server.
     for method in METHODS:
         setattr(EngineWorkerBase, method.__name__, method)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from weightcast.errors import WeightcastError
+from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
+from weightcast.plugins.lmdeploy.folder import failure_words
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open
@@ -31,6 +32,7 @@ class LmdeployExecutor(SwitchExecutor):
             EngineFailure: A rank does not listen, for example because it is on another host.
         """
         self._calls = calls
+        self._folder = folder
         self._prefix_caching = prefix_caching
         self._mode = "in_place"
         super().__init__(world_size, folder)
@@ -54,6 +56,15 @@ class LmdeployExecutor(SwitchExecutor):
         except WeightcastError as error:
             return str(error)
         return ""
+
+    def _lost(self, rank: int, what: str) -> EngineFailure:
+        """Names the rank that the others ended because of, if the engine process has told which one that is."""
+        words = failure_words(self._folder)
+        return self._break(f"{words}, during {what}", [rank]) if words else super()._lost(rank, what)
+
+    def engine_lost(self, words: str) -> EngineFailure:
+        """Fails all later messages, since the engine process is gone."""
+        return self._break(words, list(range(self.tp_size)))
 
     def after_decision(self) -> None:
         """Implements ``SwitchExecutor.after_decision``."""

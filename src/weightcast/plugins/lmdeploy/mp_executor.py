@@ -10,10 +10,19 @@ has begun a forward by then, it waits in an all-reduce for the first one, which 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from multiprocessing.connection import wait
 from typing import Any
+
+from weightcast.errors import EngineFailure
+from weightcast.plugins.lmdeploy.folder import note_failure
+
+log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 _MODULE = "lmdeploy.pytorch.engine.executor.mp_executor"
 
@@ -62,3 +71,50 @@ def refuse_lost_answers() -> None:
         return call(self, method, args, kwargs, receiver_mask, return_mask)
 
     MPExecutor.collective_rpc = collective_rpc
+
+
+def end_with_lost_ranks(folder: str) -> None:
+    """Lets the engine process end when one of its ranks fails or is killed; called in the engine process.
+
+    LMDeploy waits for such a rank forever, and so do its clients.  It notices that the engine process has ended.  The
+    folder of the server then has the reason.
+    """
+    from lmdeploy.pytorch.engine.executor.mp_executor import MPExecutor
+
+    make, release = MPExecutor.__init__, MPExecutor.release
+
+    def made(self: Any, *arguments: Any, **named: Any) -> None:
+        self._weightcast_over = over = threading.Event()
+        make(self, *arguments, **named)
+        processes = [proc._proc for proc in self.procs]
+        watch = threading.Thread(target=_watch, args=(processes, over, folder), name="weightcast-ranks", daemon=True)
+        watch.start()
+
+    def released(self: Any) -> None:
+        self._weightcast_over.set()
+        release(self)
+
+    MPExecutor.__init__ = made
+    MPExecutor.release = released
+
+
+def _watch(processes: list[Any], over: threading.Event, folder: str) -> None:
+    """Waits for the end of a rank that nobody has asked for.  A rank that was asked to end exits with 0."""
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        for sentinel in wait(list(running)):
+            rank = running.pop(sentinel)  # type: ignore[arg-type]
+            process = processes[rank]
+            process.join()
+            code = process.exitcode
+            if code == 0:
+                continue
+            if over.is_set():
+                return
+            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with {code}"
+            words = f"rank {rank} (pid {process.pid}) {how}"
+            note_failure(folder, EngineFailure(words, ranks=[rank], hint="restart the engine"))
+            log.error("%s: LMDeploy's engine process ends, which would wait for it forever", words)
+            for other in processes:  # they may be in a collective that nobody ends
+                other.kill()
+            os._exit(1)
