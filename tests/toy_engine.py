@@ -35,6 +35,8 @@ from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message
 
+OTHER_HOST = "22222222-1111-2222-3333-444444444444"
+
 
 def toy_weights(*, seed: int, rows: int = 96, width: int = 64, layers: int = 3) -> dict[str, torch.Tensor]:
     """Weights as sent: column-parallel ``up``, row-parallel ``down``, replicated ``norm``, ``embed``."""
@@ -184,6 +186,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--pid", type=int, help="process number that every rank says it has, as in a container")
     parser.add_argument("--places", type=Host.read, nargs="+", default=(), help="the host of each rank, as JSON")
+    parser.add_argument("--elsewhere", type=int, help="a rank that says it is on another host")
     parser.add_argument("--stranger", type=int, help="a rank that runs as another user")
     parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
     parser.add_argument(
@@ -204,6 +207,11 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )
     weights = toy_weights(seed=args.seed, rows=args.rows)
+    hosts, names = [host_id()] * args.tp, ["here"] * args.tp
+    if args.places:
+        hosts, names = [place.id for place in args.places], [place.name for place in args.places]
+    if args.elsewhere is not None:
+        hosts[args.elsewhere], names[args.elsewhere] = OTHER_HOST, "elsewhere"
     facts = EngineFacts(
         engine="toy 1",
         model="toy",
@@ -213,8 +221,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
                 rank=rank,
                 pid=pid if args.pid is None else args.pid,
                 device=device_uuid(torch.device(devices[rank % len(devices)])),
-                host_id=args.places[rank].id if args.places else "",
-                host=args.places[rank].name if args.places else "",
+                host_id=hosts[rank] if len(set(hosts)) > 1 else "",
+                host=names[rank] if len(set(hosts)) > 1 else "",
             )
             for rank, pid in enumerate(executor.pids())
         ),

@@ -14,7 +14,7 @@ Fault = Literal[
     "kill", "stop", "delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer", "tear", "tear twice"
 ]
 
-WITH_GROUP: tuple[Transport, ...] = ("broadcast", "direct messages", "direct relay")
+WITH_GROUP: tuple[Transport, ...] = ("broadcast", "direct messages", "direct mixed", "direct relay")
 STEPS: tuple[Step, ...] = get_args(Step)
 OF_PROCESSES: tuple[Fault, ...] = ("kill", "stop", "delay")
 OF_SWITCHES: tuple[Fault, ...] = ("tear", "tear twice")

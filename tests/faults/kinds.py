@@ -39,13 +39,21 @@ from weightcast.receiver.executor import die_with_parent
 from weightcast.rollout.launch import ServeConfig, serve
 
 Transport = Literal[
-    "ipc", "broadcast", "direct memory", "direct messages", "direct rdma", "direct relay", "direct shards"
+    "ipc",
+    "broadcast",
+    "direct memory",
+    "direct messages",
+    "direct mixed",
+    "direct rdma",
+    "direct relay",
+    "direct shards",
 ]
 WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "ipc": {"transport": "ipc"},
     "broadcast": {"transport": "broadcast"},
     "direct memory": {"transport": "direct", "direct_by": "memory"},
     "direct messages": {"transport": "direct", "direct_by": "messages"},
+    "direct mixed": {"transport": "direct", "direct_by": "mixed"},
     "direct rdma": {"transport": "direct", "direct_by": "rdma"},
     "direct relay": {"transport": "direct", "direct_by": "relay"},
     "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
@@ -141,6 +149,11 @@ def _digests(weights: Weights, version: int) -> dict[str, str]:
 
 def _start_toy(ranks: int) -> Engine:
     return Engine("--local") if ranks == 1 else Engine("--tp", str(ranks), "--grace-s", "1")
+
+
+def _start_spread(ranks: int) -> Engine:
+    """One rank reads the trainer's memory, and the other gets messages."""
+    return Engine("--tp", "2", "--grace-s", "1", "--elsewhere", "1")
 
 
 # -- language models
@@ -354,13 +367,25 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         Kind(
             name="native",
-            transports=tuple(WAYS),
+            transports=tuple(way for way in WAYS if way != "direct mixed"),
             start=_start_toy,
             start_bystander=functools.partial(_start_toy, 1),
             step_of=_native_step,
             standing=functools.partial(_native_standing, toy),
             weights=toy,
             bucket_bytes=30_000,  # 15 buckets, the larger matrices cut into rows
+            deadline_s=2.0,
+            can_tear=True,
+        ),
+        Kind(
+            name="two hosts",
+            transports=("direct mixed",),
+            start=_start_spread,
+            start_bystander=functools.partial(_start_toy, 1),
+            step_of=_native_step,
+            standing=functools.partial(_native_standing, toy),
+            weights=toy,
+            bucket_bytes=30_000,
             deadline_s=2.0,
             can_tear=True,
         ),

@@ -130,11 +130,12 @@ def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
         ends = {"last bucket"} if kind.stock else {"close"}
         assert {case.step for case in mine} >= set(STEPS) - {"first bucket"} - ends
         assert {case.fault for case in mine} >= {"kill", "stop", "delay", "drop", "refuse", "flip"}
-        assert {case.on for case in mine} >= {"gather", "replica"}
+        direct = all(transport.startswith("direct") for transport in kind.transports)
+        assert {case.on for case in mine} >= ({"replica"} if direct else {"gather", "replica"})
     ways = {case.transport.removeprefix("direct ") for case in CASES.values() if case.transport.startswith("direct ")}
     assert ways == set(get_args(DirectBy)) - {"auto"}
     assert {case.transport for case in CASES.values() if case.step == "join"} == {
-        *("broadcast", "direct messages", "direct relay"),
+        *("broadcast", "direct messages", "direct mixed", "direct relay"),
     }
     assert {case.step for case in CASES.values() if case.on == "memory"} == {
         *("first bucket", "middle bucket", "last bucket"),

@@ -227,3 +227,14 @@ def test_config_of_nothing_is_one_line(content, tmp_path):
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert result.stderr.splitlines()[0].startswith("error: ")
+
+
+def test_plan_divides_the_bytes_of_several_hosts_into_memory_and_messages():
+    of = {"model": "m", "engine": "native", "packing": Packing(), "bucket_bytes": 1 << 20}
+    one = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4).direct
+    assert (one.memory_bytes, one.message_bytes) == (0, 0)
+    two = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4, hosts=2).direct
+    assert two.into_engine_rank_bytes == 8000
+    assert (two.memory_bytes, two.message_bytes) == (16_000, 16_000)
+    beyond = make_plan([spec("m", 100, 40)], **of, engine_ranks=2, tp=2, trainer_ranks=1, hosts=2).direct
+    assert (beyond.memory_bytes, beyond.message_bytes) == (8000, 8000)

@@ -47,6 +47,10 @@ def plan(
     cell_ranks: Annotated[
         int, typer.Option("--cell-ranks", metavar="N", help="Most engine ranks in one process group.")
     ] = 64,
+    hosts: Annotated[
+        int,
+        typer.Option("--hosts", metavar="N", help="Hosts that trainer ranks and engine ranks are spread over, evenly."),
+    ] = 1,
     link_gb_per_s: Annotated[
         float | None,
         typer.Option(
@@ -74,10 +78,10 @@ def plan(
         raise ConfigError(f"--engine {engine} is unknown: choose one of {', '.join(packings)}")
     if quantise not in (None, "fp8"):
         raise ConfigError(f"--quantise {quantise} is unknown: choose fp8, or leave it out")
-    if engines < 1 or tp < 1 or trainer_ranks < 1 or cell_ranks < 1:
+    if min(engines, tp, trainer_ranks, cell_ranks, hosts) < 1:
         raise ConfigError(
-            f"--targets {engines}, --tp {tp}, --trainer-ranks {trainer_ranks} and --cell-ranks {cell_ranks}: each of "
-            "them must be at least 1"
+            f"--targets {engines}, --tp {tp}, --trainer-ranks {trainer_ranks}, --cell-ranks {cell_ranks} and "
+            f"--hosts {hosts}: each of them must be at least 1"
         )
     if link_gb_per_s is not None and not link_gb_per_s > 0:
         raise ConfigError(f"--link-gb-per-s {link_gb_per_s} is not a positive number")
@@ -105,6 +109,7 @@ def plan(
         computed=quantise is not None,
         tp=tp,
         cell_ranks=cell_ranks,
+        hosts=hosts,
         family=asked.family,
         not_covered=asked.not_covered,
     )
@@ -177,6 +182,11 @@ def _show_direct(result: Plan) -> None:
         f"{format_bytes(direct.out_of_trainer_rank_bytes)} out of each trainer rank, if all hold equal parts; "
         f"the busiest link is that of {'a' if direct.busiest[0] == 't' else 'an'} {direct.busiest}{takes}"
     )
+    if direct.memory_bytes or direct.message_bytes:
+        say(
+            f"direct mixed: {format_bytes(direct.memory_bytes)} by memory within the hosts, "
+            f"{format_bytes(direct.message_bytes)} by messages between them, if ranks are spread in their order"
+        )
     if direct.computed:
         say(
             f"direct by shards: {len(direct.computed)} {_plural(len(direct.computed), 'tensor')} by bucket, because "

@@ -149,7 +149,7 @@ class Link:
         return found
 
     def _shared_by_leg(self, buffers: Sequence[Shared]) -> list[Shared]:
-        """What each trainer rank gives to the ranks that read memory of one host, or of none."""
+        """Returns the legs from each trainer rank to the ranks that read memory of one host, or of none."""
         ranks: dict[str, list[int]] = {}
         for rank, host in enumerate(self.reads):
             ranks.setdefault(host, []).append(rank)

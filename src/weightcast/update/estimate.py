@@ -35,6 +35,9 @@ class DirectPlan:
         seconds: Transfer time on the busiest link alone; None without a bandwidth.
         computed: Names of the tensors whose values are computed when they are sent.  They cannot be read where they lie
             (``direct_by="shards"``) and go by bucket.
+        memory_bytes: Bytes that all engine ranks together read in memory of their own hosts, if trainer ranks and
+            engine ranks are spread over several hosts, in equal numbers and in their order; 0 for one host.
+        message_bytes: Bytes that they get from other hosts then.
     """
 
     refused: str = ""
@@ -43,6 +46,8 @@ class DirectPlan:
     busiest: str = ""
     seconds: float | None = None
     computed: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    message_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +126,7 @@ def make_plan(
     computed: bool = False,
     tp: int = 1,
     cell_ranks: int = 64,
+    hosts: int = 1,
     family: str | None = None,
     not_covered: tuple[str, ...] = (),
 ) -> Plan:
@@ -131,6 +137,7 @@ def make_plan(
         computed: True if values are computed on the way, such as by quantising.
         tp: Ranks of each engine.
         cell_ranks: As ``UpdateConfig.cell_ranks``.
+        hosts: Number of hosts that trainer ranks and engine ranks are spread over.
 
     Raises:
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
@@ -182,6 +189,7 @@ def make_plan(
             engine=engine,
             engine_ranks=engine_ranks,
             tp=tp,
+            hosts=hosts,
             trainer_ranks=trainer_ranks,
             link_gb_per_s=link_gb_per_s,
             computed=computed,
@@ -195,6 +203,7 @@ def _direct(
     engine: str,
     engine_ranks: int,
     tp: int,
+    hosts: int,
     trainer_ranks: int,
     link_gb_per_s: float | None,
     computed: bool,
@@ -204,7 +213,14 @@ def _direct(
     into = sum(-(-spec.size_bytes // tp) if len(spec.shape) > 1 else spec.size_bytes for spec in specs)
     out = -(-into * engine_ranks // trainer_ranks)
     most = max(into, out)
+    memory = 0
+    if hosts > 1:
+        trainers = [rank * hosts // trainer_ranks for rank in range(trainer_ranks)]
+        engines_on = [rank * hosts // engine_ranks for rank in range(engine_ranks)]
+        memory = sum(into * trainers.count(host) // trainer_ranks for host in engines_on)
     return DirectPlan(
+        memory_bytes=memory,
+        message_bytes=into * engine_ranks - memory if hosts > 1 else 0,
         into_engine_rank_bytes=into,
         out_of_trainer_rank_bytes=out,
         busiest="trainer rank" if out >= into else "engine rank",
