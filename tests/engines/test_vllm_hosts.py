@@ -6,10 +6,11 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import ENVIRONMENT, Engine, verify
+from tests.engines import training
+from tests.engines.test_colocated_hosts import job_on
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.test_vllm_lora import OPTIONS as ADAPTERS
 from tests.engines.test_vllm_lora import adapted, expected, says, send
+from tests.engines.test_vllm_short import said_by
 from tests.engines.vllm_hosts import SECRET, START_S, engine_of, nodes
 from tests.engines.vllm_server import greedy_tokens
 from tests.hosts import Host, appear_on, cannot, hosts
@@ -255,3 +259,50 @@ def test_killed_api_server_leaves_no_rank_behind_on_the_other_host(tmp_path: Pat
         beta.process.wait(60)
         rank.wait(60)
         assert "rank 1 has lost the API server on another host" in beta.words()
+
+
+def update_that_fails(version: int, strike: Callable[[], object]) -> str:
+    """The error of an update in which the engine loses a rank."""
+    with pytest.raises(UpdateFailed) as caught:
+        training.update(version, strike)
+    return str(caught.value)
+
+
+@pytest.mark.engine_full
+def test_direct_reads_memory_on_a_ranks_own_host_and_gets_messages_from_the_other(
+    tmp_path: Path, two: list[Host]
+) -> None:
+    weights(tmp_path)
+    first, second, third = (tmp_path / name for name in ("A", "trained", "trained more"))
+    alpha, beta = two
+    with nodes(first, tmp_path, two) as found, engine_of(found, first) as engine:
+        expected = [said_by(first)]
+        assert greedy_tokens(engine, PROMPTS, COUNT) == expected[0]
+        with job_on(alpha, alpha, beta, beta) as job:
+            job.run(training.begin, str(first), (4,))
+            job.run(training.connect, [engine.url], {"bucket_bytes": 1 << 14})
+            for version, folder in enumerate((second, third), 1):
+                job.run(training.train, str(folder))
+                before = [host.sent_bytes() for host in two]
+                answers = job.run(training.update, version)
+                sent = [host.sent_bytes() - old for host, old in zip(two, before, strict=True)]
+                print(f"sent by each host: {sent} bytes; in messages to engine ranks: {[own for _, own in answers]}")
+                (row,) = json.loads(answers[0][0])["targets"]
+                assert (row["transport"], row["proof"], row["version_after"]) == ("direct", "resident", version)
+                assert {(leg["by"], *leg["ranks"], *leg["trainers"]) for leg in row["legs"]} == {
+                    ("memory", 0, 0, 1),
+                    ("messages", 0, 2, 3),
+                    ("memory", 1, 2, 3),
+                    ("messages", 1, 0, 1),
+                }
+                # Each rank keeps the rows of the embedding that its own host has, and no row of it is sent.
+                size = (folder / "model.safetensors").stat().st_size
+                assert all(0 < number < size / 16 for _, number in answers)
+                assert max(sent) < size / 2
+                assert greedy_tokens(engine, PROMPTS, COUNT) == said_by(folder)
+                expected.append(said_by(folder))
+            assert len({json.dumps(said) for said in expected}) == len(expected)
+            worker = psutil.Process(engine.info()["ranks"][1]["pid"])
+            job.run(training.train, str(tmp_path / "never served"))
+            for words in job.run(update_that_fails, 3, functools.partial(os.kill, worker.pid, signal.SIGKILL)):
+                assert f"rank 1 (pid {worker.pid} on host beta) is gone" in words
