@@ -140,7 +140,7 @@ class Answering:
         self.url = url
         self.session = "s"
         self.info = engine_info(1)
-        self.near, self.members = (), (0,)
+        self.near, self.reads, self.members = (), (), (0,)
         self.events = Events()
         self.adapter = SimpleNamespace(
             bucket=lambda session, layout, **_: layout.index, leave=lambda group: None, meeting="weightcast"
@@ -238,7 +238,7 @@ class Member:
         self.session = ""
         self.group_rank = 0
         self.info = engine_info(tp)
-        self.near, self.members = (), tuple(range(tp))
+        self.near, self.reads, self.members = (), (), tuple(range(tp))
         self.adapter = SimpleNamespace(join=lambda invitation: invitation, leave=lambda group: None)
         self._stray, self._told, self._after, self._gives_up = stray, dict(told), after, gives_up
         self.refused = threading.Event()
