@@ -124,7 +124,7 @@ class Reach:
 
         Returns a remark for the report with the engine's words; None if the target must fail.
         """
-        if link is not None and self._config.transport == "direct":
+        if link is not None and self._config.transport == self.of(link.url).name:
             return self._leave_memory(link, error)
         if self._config.transport != "auto" or link is None or not is_the_transports(error, link):
             return None
@@ -139,10 +139,11 @@ class Reach:
         return f"{failed.name} gave way to {spec.name}, which stays until retarget(): {error}"
 
     def _leave_memory(self, link: Link, error: WeightcastError) -> str | None:
-        """Sends messages to a target that cannot map memory, if the caller left the way of ``direct`` open."""
+        """Sends messages to a target that cannot map memory, if the caller left the way of its transport open."""
         failed = self.of(link.url)
         refused = isinstance(error, TargetRejected) and error.status == MAPPING_FAILED
-        if self._config.direct_by != "auto" or not failed.shares_memory or not refused:
+        open_way = failed.scattered and self._config.direct_by == "auto"
+        if not open_way or not failed.shares_memory or not refused:
             return None
         self._unmapped.add(link.url)
         try:
