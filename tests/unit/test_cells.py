@@ -74,7 +74,7 @@ def test_the_command_plan_shows_the_cells(tmp_path, options: list[str], words: s
 
 SPEC = TensorSpec(name="w", dtype="uint8", shape=(8, 8))
 WANTED = encode_wanted({"w": (WantedBox((0, 0), (8, 8)),)})
-PARTS = [(0, Box(offset=(0, 0), shape=(8, 8)))]
+PARTS = {"": [(0, Box(offset=(0, 0), shape=(8, 8)))]}
 
 
 class Breaking(Post):

@@ -258,4 +258,3 @@ def _sends(
                 first = view.data_ptr() - bucket.data.data_ptr()
                 sends.append(Move(peer, bucket.data[first : first + piece.size_bytes]))
     return sends
-
