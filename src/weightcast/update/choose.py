@@ -143,6 +143,10 @@ class Plan:
         """
         return self._reach.leave(self.links.get(url), error)
 
+    def has_way_out(self, url: str, error: WeightcastError) -> bool:
+        """True if ``leave_transport`` would find another transport for a target."""
+        return self._reach.way_out(self.links.get(url), error) is not None
+
     def choose_again(self) -> Choice:
         """As ``choose``, for the targets that were planned for, without the transports that failed; asks nothing.
 

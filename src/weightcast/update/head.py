@@ -243,10 +243,17 @@ class Head:
         return mended.first
 
     def _find_in_cell(self, error: WeightcastError, links: Sequence[Link]) -> dict[str, WeightcastError]:
-        """Returns the targets of a cell because of which it has failed, each with its own failure."""
+        """Returns the targets of a cell because of which it has failed, each with its own failure.
+
+        Raises:
+            WeightcastError: One that another transport may reach, for which the whole attempt is repeated.
+        """
         urls = [link.url for link in links]
         named = {engine_of(failure): failure for failure in failures_of(error) if not only_its_group(failure)}
         found = {url: failure for url, failure in named.items() if url in urls}
+        for url, failure in found.items():
+            if self._plan.has_way_out(url, failure):
+                raise failure
         if found:
             return found
         now = self._plan.probe(urls, hasty=True)

@@ -68,8 +68,8 @@ class Reach:
         specs = self.of_each(links) if links else _in_order(self._chosen.values())
         return join_names(spec.name for spec in specs) or self.best.name
 
-    def placement(self, infos: Mapping[str, EngineInfo]) -> Placement:
-        """Where the trainer ranks and these targets are."""
+    def placement(self, infos: Mapping[str, EngineInfo], *, unmapped: Collection[str] = ()) -> Placement:
+        """Where the trainer ranks and these targets are; ``unmapped`` has more URLs of those that cannot map memory."""
         return Placement(
             infos=infos,
             device=self._exporter.device,
@@ -78,7 +78,7 @@ class Reach:
             whole_on=self._whole_on,
             shared_folder=self._config.disk_folder is not None,
             primitive=self._config.direct_by,
-            unmapped=frozenset(self._unmapped),
+            unmapped=frozenset([*self._unmapped, *unmapped]),
             keep_mapped=self._config.keep_mapped,
         )
 
@@ -124,36 +124,38 @@ class Reach:
 
         Returns a remark for the report with the engine's words; None if the target must fail.
         """
-        if link is not None and self._config.transport == self.of(link.url).name:
-            return self._leave_memory(link, error)
-        if self._config.transport != "auto" or link is None or not is_the_transports(error, link):
+        spec = self.way_out(link, error)
+        if link is None or spec is None:
             return None
         url, failed = link.url, self.of(link.url)
-        try:
-            spec = self._best_for(url, link.info, {failed.name})
-        except ConfigError as why:
-            log.info("%s stays with %s: %s", url, failed.name, why)
-            return None
+        if spec.name == failed.name:
+            self._unmapped.add(url)
+            log.warning("%s: memory gives way to messages: %s", url, error)
+            return f"memory gave way to messages, which stay until retarget(): {error}"
         self._left.setdefault(url, set()).add(failed.name)
         log.warning("%s: %s gives way to %s: %s", url, failed.name, spec.name, error)
         return f"{failed.name} gave way to {spec.name}, which stays until retarget(): {error}"
 
-    def _leave_memory(self, link: Link, error: WeightcastError) -> str | None:
-        """Sends messages to a target that cannot map memory, if the caller left the way of its transport open."""
-        failed = self.of(link.url)
-        refused = isinstance(error, TargetRejected) and error.status == MAPPING_FAILED
-        open_way = failed.scattered and self._config.direct_by == "auto"
-        if not open_way or not failed.shares_memory or not refused:
+    def way_out(self, link: Link | None, error: WeightcastError) -> TransportSpec | None:
+        """The transport to which ``leave`` would change; None if the target must fail.  Changes nothing."""
+        if link is None:
             return None
-        self._unmapped.add(link.url)
+        url, info, failed = link.url, link.info, self.of(link.url)
         try:
-            choose_transport(failed.name, self.placement({link.url: link.info}))
+            if self._config.transport == failed.name:
+                if not self._may_send_messages(failed, error):
+                    return None
+                return choose_transport(failed.name, self.placement({url: info}, unmapped=[url]))
+            if self._config.transport == "auto" and is_the_transports(error, link):
+                return self._best_for(url, info, {failed.name})
         except ConfigError as why:
-            log.info("%s stays with memory: %s", link.url, why)
-            self._unmapped.discard(link.url)
-            return None
-        log.warning("%s: memory gives way to messages: %s", link.url, error)
-        return f"memory gave way to messages, which stay until retarget(): {error}"
+            log.info("%s stays with %s: %s", url, failed.name, why)
+        return None
+
+    def _may_send_messages(self, failed: TransportSpec, error: WeightcastError) -> bool:
+        """True if a target cannot map memory, and the caller left the way of its transport open."""
+        refused = isinstance(error, TargetRejected) and error.status == MAPPING_FAILED
+        return refused and failed.scattered and failed.shares_memory and self._config.direct_by == "auto"
 
     def _choose_scattered(
         self, links: Sequence[Link], placement: Placement, without: Collection[str]
