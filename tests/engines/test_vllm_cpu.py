@@ -21,6 +21,7 @@ from tests.e2e.engines import ENVIRONMENT, Engine, push, verify, weightcast
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
+from weightcast.cli.exit_codes import DIFFERS, USAGE
 from weightcast.exporters.checkpoint import CheckpointExporter
 
 pytestmark = [pytest.mark.engine_full]
@@ -150,7 +151,7 @@ def test_an_update_changes_what_is_generated_and_what_is_kept(served: Served) ->
         assert not served.serves(before)
         assert verify(served.folders[name], served.engine) == (0, set())
         code, names = verify(served.folders[before], served.engine)
-        assert code == 1
+        assert code == DIFFERS
         assert "model.norm.weight" in names
 
 
@@ -171,10 +172,10 @@ def test_weights_that_do_not_fit_are_refused(served: Served, tmp_path: Path) -> 
     tiny_model(tmp_path / "other", num_hidden_layers=3)
     before, version = served.engine.digests(), served.version()
     done = weightcast("push", tmp_path / "other", "--to", served.engine.url, "--version", version + 1)
-    assert done.returncode == 1
+    assert done.returncode == USAGE
     assert "do not fit" in done.stderr
     older = weightcast("push", served.folders["C"], "--to", served.engine.url, "--version", 0)
-    assert older.returncode == 1
+    assert older.returncode == USAGE
     assert "older" in older.stderr
     assert served.engine.digests() == before
     assert served.version() == version
