@@ -79,6 +79,26 @@ class Keeper(nn.Module):
                 self.named[name].copy_(tensor)
 
 
+class Metered:
+    """Counts the bytes of bodies that an application is sent, and that it answers with."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.size_bytes = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def received() -> Any:
+            message = await receive()
+            self.size_bytes += len(message.get("body", b""))
+            return message
+
+        async def answered(message: Any) -> None:
+            self.size_bytes += len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, received, answered)
+
+
 class Served:
     """A real receiver behind HTTP, in this process."""
 
@@ -110,7 +130,8 @@ class Served:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False))
+        self.metered = Metered(app)
+        self._server = uvicorn.Server(uvicorn.Config(self.metered, log_level="error", access_log=False))
         self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started, "the server")

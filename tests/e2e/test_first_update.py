@@ -15,6 +15,8 @@ from tests.e2e.call_counts import FEW, MANY, Calls, Served, counts_of, grown
 from weightcast import UpdateReport, WeightUpdater
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.lab.bench.synthetic import nested
+from weightcast.runtime.lru import Lru
+from weightcast.wire import source_tables
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Prepare
 
@@ -69,6 +71,39 @@ def test_no_update_calls_a_function_for_each_tensor(calls, transport, verify):
     assert grown(few[0], many[0]), "connect looks at each tensor, so this test can fail"
     for version, (first, second) in enumerate(zip(few[1:], many[1:], strict=True), start=1):
         assert not grown(first, second), f"update {version}"
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "direct"])
+def test_later_updates_send_nothing_for_each_tensor(transport):
+    count = 4096
+    served, model = Served(specs_of(count)), weights(1, count)
+    try:
+        sizes: list[int] = []
+        with WeightUpdater.connect(model, served.url, transport=transport, bucket_bytes=512 * count // 4) as updater:
+            assert served.metered.size_bytes > 10 * count, "connect sends the tables, so this test can fail"
+            for version in (1, 2, 3):
+                train(model)
+                before = served.metered.size_bytes
+                assert updater.update(version=version).buckets == 4
+                sizes.append(served.metered.size_bytes - before)
+                assert holds(served, model)
+        assert max(sizes[1:]) < 2 * count
+    finally:
+        served.close()
+
+
+def test_an_engine_that_forgot_a_source_gets_it_again(monkeypatch):
+    count = 4096
+    served, model = Served(specs_of(count)), weights(1, count)
+    try:
+        with WeightUpdater.connect(model, served.url, transport="direct", bucket_bytes=512 * count // 4) as updater:
+            updater.update(version=1)
+            monkeypatch.setattr(source_tables, "_decoded", Lru(1 << 20))
+            train(model)
+            assert updater.update(version=2).targets[0].proof == "resident"
+        assert holds(served, model)
+    finally:
+        served.close()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "direct"])

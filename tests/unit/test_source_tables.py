@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
+
 import msgspec
 import pytest
 
-from tests.unit.test_messages import OPEN
+from tests.unit.test_messages import ANSWERS, OPEN
+from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.adapters.receiver_messages import announce_of
+from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.shared_buckets import Shared
-from weightcast.errors import WireError
+from weightcast.errors import TargetRejected, WireError
+from weightcast.runtime.lru import Lru
 from weightcast.wire import source_tables
-from weightcast.wire.bucket_sources import BroadcastSource, MappedPart, MappedSource, MemoryHandle
+from weightcast.wire.answers import UNKNOWN_PLAN, Ack
+from weightcast.wire.bucket_sources import BroadcastSource, MappedPart, MappedSource, MemoryHandle, Part
 from weightcast.wire.codec import decode, encode
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Announce
+from weightcast.wire.plans import UnknownPlan
+from weightcast.wire.source_tables import name_of_source
+
+INFO = next(answer for answer in ANSWERS if isinstance(answer, EngineInfo))
+ACK = next(answer for answer in ANSWERS if isinstance(answer, Ack))
 
 
 def shared(parts: int, *, fd: int = 3) -> Shared:
@@ -30,6 +43,12 @@ def layout() -> BucketLayout:
     specs = [TensorSpec(name=f"t.{number}", dtype="float32", shape=(8,)) for number in range(600)]
     [found] = plan_buckets(specs, bucket_bytes=1 << 20, packing=Packing())
     return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    for name in ("_encoded", "_decoded"):
+        monkeypatch.setattr(source_tables, name, Lru(1 << 20))
 
 
 def sent(message: Announce) -> Announce:
@@ -82,3 +101,71 @@ def test_a_wrong_source_is_refused_however_large(layout, change, words):
     for _ in range(2):
         with pytest.raises(WireError, match=words):
             decode(msgspec.json.encode(form))
+
+
+def test_a_source_that_the_other_end_has_is_named(layout):
+    message = announce_of(OPEN.session, layout, group=None, shared=[shared(600)], plan="")
+    with pytest.raises(UnknownPlan, match=name_of_source(message.source)):
+        decode(encode(message, named=True))
+    assert sent(message) == message
+    named = encode(message, named=True)
+    assert len(named) < len(encode(message)) - 10_000
+    assert decode(named) == message
+    moved = announce_of(OPEN.session, layout, group=None, shared=[shared(600, fd=9)], plan="")
+    with pytest.raises(UnknownPlan):
+        decode(encode(moved, named=True))
+
+
+def test_a_small_source_is_sent_and_never_named(layout):
+    message = Announce(session=OPEN.session, layout=layout, source=BroadcastSource(group="g" * 8))
+    assert name_of_source(message.source) == ""
+    assert encode(message, named=True) == encode(message)
+
+
+def test_a_source_and_the_hash_of_one_are_too_much(layout):
+    message = announce_of(OPEN.session, layout, group=None, shared=[shared(600)], plan="")
+    form = msgspec.json.decode(encode(message))
+    form["known_source"] = name_of_source(message.source)
+    with pytest.raises(WireError, match="needs a source, or the hash of one"):
+        decode(msgspec.json.encode(form))
+
+
+def parted(parts: int) -> Shared:
+    found = tuple(Part(slot=number, offset=(0,), shape=(8,)) for number in range(parts))
+    handle = MemoryHandle(kind="shm", device="cpu", size_bytes=1 << 30, token="a" * 32, pid=7, fd=3)
+    return Shared(memory=handle, parts=found)
+
+
+def answered(steps: Generator[EngineRequest, bytes, Ack], *answers: Ack | TargetRejected) -> list[int]:
+    """The sizes of the requests that an adapter makes, given the answers to them."""
+    sizes: list[int] = []
+    request = next(steps)
+    with contextlib.suppress(StopIteration):
+        for answer in answers:
+            sizes.append(len(request.body))
+            request = steps.throw(answer) if isinstance(answer, TargetRejected) else steps.send(encode(answer))
+    return sizes
+
+
+@pytest.mark.parametrize("group", [None, "g" * 32])
+def test_an_adapter_names_a_source_once_the_engine_has_it(layout, group):
+    adapter, mine = NativeAdapter(INFO), [parted(600)]
+
+    def announced(*answers: Ack | TargetRejected) -> list[int]:
+        return answered(adapter.bucket("0" * 32, layout, group=group, shared=mine), *answers)
+
+    forgot = TargetRejected("forgotten", url="u", status=UNKNOWN_PLAN)
+    refused = TargetRejected("asleep", url="u", status=409)
+    [full] = announced(ACK)
+    [named] = announced(ACK)
+    assert named < full - 5_000
+    if group is None:
+        assert announced(forgot, ACK) == [named, full]
+        assert announced(ACK) == [named]
+    else:  # another bucket may be in the group already
+        with pytest.raises(TargetRejected, match="forgotten"):
+            announced(forgot)
+        assert announced(ACK) == [full]
+    with pytest.raises(TargetRejected, match="asleep"):
+        announced(refused)
+    assert announced(ACK) == [full]

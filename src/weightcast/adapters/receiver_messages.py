@@ -31,7 +31,8 @@ from weightcast.wire.messages import Announce, Join
 
 _KEPT_BYTES = 64 << 20
 _PART_BYTES = 512
-_kept: Lru[tuple[int, ...], tuple[tuple[Shared, ...], MappedSource]] = Lru(_KEPT_BYTES)
+_Parted = ExchangeSource | ScatteredSource | RemoteSource | MappedSource
+_kept: Lru[tuple[object, ...], tuple[tuple[Shared, ...], _Parted]] = Lru(_KEPT_BYTES)
 
 
 def join_of(invitation: Invitation) -> Join:
@@ -66,25 +67,8 @@ def announce_of(
     if any(item.ranks for item in shared):
         source = ByRankSource(near=_by_host(shared), group=group)
         return Announce(session=session, layout=layout, source=source, plan=plan)
-    if group is not None and shared:
-        source = ExchangeSource(group=group, parts=tuple(item.parts for item in shared))
-        return Announce(session=session, layout=layout, source=source, plan=plan)
-    if any(item.mapped for item in shared):
-        return Announce(session=session, layout=layout, source=_mapped(shared), plan=plan)
-    remote = tuple(
-        RemoteBuffer(memory=item.remote, parts=item.parts, packs=item.packs)
-        for item in shared
-        if item.remote is not None and item.parts
-    )
-    if remote:
-        return Announce(session=session, layout=layout, source=RemoteSource(buffers=remote), plan=plan)
-    if any(item.parts for item in shared):
-        buffers = tuple(
-            PartialBuffer(handle=item.memory, parts=item.parts)
-            for item in shared
-            if item.memory is not None and item.parts
-        )
-        return Announce(session=session, layout=layout, source=ScatteredSource(buffers=buffers), plan=plan)
+    if shared and (group is not None or any(item.mapped or item.parts for item in shared)):
+        return Announce(session=session, layout=layout, source=_parted(shared, group), plan=plan)
     handles = tuple(item.memory for item in shared if item.memory is not None)
     source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
     return Announce(session=session, layout=layout, source=source, plan=plan)
@@ -109,18 +93,36 @@ def _legs(shared: Sequence[Shared], group: str | None) -> LegsSource:
     )
 
 
-def _mapped(shared: Sequence[Shared]) -> MappedSource:
-    """One list of all trainer ranks' memories, and of the parts in them; the same object for the same ``shared``."""
-    key = tuple(map(id, shared))
+def _parted(shared: Sequence[Shared], group: str | None) -> _Parted:
+    """The source whose parts several trainer ranks have: the same object for the same ``shared``."""
+    key = (group, *map(id, shared))
     known = _kept.get(key)
     if known is None:
-        source = _joined(shared)
-        known = tuple(shared), source  # kept alive, so that their ids stay their own
-        _kept.put(key, known, _PART_BYTES * len(source.parts))
+        known = tuple(shared), _joined(shared, group)  # kept alive, so that their ids stay their own
+        _kept.put(key, known, _PART_BYTES * (1 + sum(len(item.parts) + len(item.mapped) for item in shared)))
     return known[1]
 
 
-def _joined(shared: Sequence[Shared]) -> MappedSource:
+def _joined(shared: Sequence[Shared], group: str | None) -> _Parted:
+    if group is not None:
+        return ExchangeSource(group=group, parts=tuple(item.parts for item in shared))
+    if any(item.mapped for item in shared):
+        return _mapped(shared)
+    remote = tuple(
+        RemoteBuffer(memory=item.remote, parts=item.parts, packs=item.packs)
+        for item in shared
+        if item.remote is not None and item.parts
+    )
+    if remote:
+        return RemoteSource(buffers=remote)
+    buffers = (
+        PartialBuffer(handle=item.memory, parts=item.parts) for item in shared if item.memory is not None and item.parts
+    )
+    return ScatteredSource(buffers=tuple(buffers))
+
+
+def _mapped(shared: Sequence[Shared]) -> MappedSource:
+    """One list of all trainer ranks' memories, and of the parts in them."""
     memories: list[MemoryHandle] = []
     parts: list[MappedPart] = []
     for item in shared:

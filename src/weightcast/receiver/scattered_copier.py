@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -117,6 +117,8 @@ class ScatteredCopier:
         plan = self._plan.scattered.get(("buffers", layout.index))
         if plan is None or plan.layout != layout or plan.parts != parts:
             plan = self._plan.scattered["buffers", layout.index] = plan_scattered(layout, parts, self._routes)
+        elif not all(map(operator.is_, plan.parts, parts)):  # the next comparison looks at no part
+            plan = self._plan.scattered["buffers", layout.index] = replace(plan, parts=parts)
         return plan
 
     def plan_exchange(self, layout: BucketLayout, parts: Parts, *, read: bool = False) -> ExchangePlan:
@@ -125,6 +127,8 @@ class ScatteredCopier:
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
             plan = plan_exchange(layout, parts, self.wanted, self._routes, read=read)
             self._plan.exchanges[read, layout.index] = plan
+        elif not all(map(operator.is_, plan.copies.parts, parts)):
+            plan = self._plan.exchanges[read, layout.index] = replace(plan, copies=replace(plan.copies, parts=parts))
         return plan
 
     def plan_legs(self, layout: BucketLayout, parts: Parts, near: tuple[int, ...]) -> ExchangePlan:

@@ -161,6 +161,7 @@ class BucketStream:
         self._mapped = MappedShares(exporter, group)
         self._boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
+        self._sent_parts: dict[int, tuple[tuple[Part, ...], Shared, tuple[Pack, ...], bytes]] = {}
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
         self._packs = Packs(())
 
@@ -370,7 +371,7 @@ class BucketStream:
                 parts, shared = (), self._gather_mapped(layout)
             else:
                 parts = self._served.look(bucket) if self._choice.scattered and bucket is not None else ()
-                shared = self._gather_shared(bucket, slot, parts, self._pack(bucket, slot, parts))
+                shared = self._gather_shared(layout, slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
                 head.send(bucket, shared)
@@ -458,29 +459,34 @@ class BucketStream:
         )
 
     def _gather_shared(
-        self,
-        bucket: Bucket | None,
-        slot: SharedSlot | None,
-        parts: tuple[Part, ...],
-        packs: tuple[Pack, ...] = (),
+        self, layout: BucketLayout, slot: SharedSlot | None, parts: tuple[Part, ...], packs: tuple[Pack, ...] = ()
     ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice = self._choice
         if choice.exchanges:
             self._tell_failures()
-            shared = Shared(parts=parts)
-            if slot is not None and bucket is not None and choice.leg_hosts:
+            if slot is not None and choice.leg_hosts:
                 # Engine ranks elsewhere get messages out of the same buffer.
-                shared = msgspec.structs.replace(slot.share(opens=0), legs=self._served.legs_of(bucket.layout))
-            mine = msgspec.json.encode(shared)
+                shared = msgspec.structs.replace(slot.share(opens=0), legs=self._served.legs_of(layout))
+                mine = msgspec.json.encode(shared)
+            else:
+                mine = self._encoded(layout, Shared(), parts, ())
         elif not choice.ways:
             return []
         elif slot is None:
             mine = b""
         else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
-            mine = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts, packs=packs))
+            mine = self._encoded(layout, shared, parts, packs)
         return self._shared_by(self._group.gather_bytes(mine) or [])
+
+    def _encoded(self, layout: BucketLayout, shared: Shared, parts: tuple[Part, ...], packs: tuple[Pack, ...]) -> bytes:
+        """The handle of a bucket and the parts in it; the same object as long as they stay the same."""
+        known = self._sent_parts.get(layout.index)
+        if known is None or known[0] is not parts or known[1:3] != (shared, packs):
+            data = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts, packs=packs))
+            known = self._sent_parts[layout.index] = parts, shared, packs, data
+        return known[3]
 
     def _gather_mapped(self, layout: BucketLayout) -> list[Shared]:
         """Gathers the handles to all ranks' own memory on the head, and the parts in it.

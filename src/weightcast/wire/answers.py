@@ -11,7 +11,7 @@ from weightcast.wire.held import NOTHING_HELD, HeldSums
 
 MAPPING_FAILED = 421  # HTTP status of an answer with the cause ``mapping``
 GROUP_FAILED = 424  # HTTP status of an answer with the cause ``group``
-UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan must be sent in full
+UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan or source must be sent in full
 
 State = Literal["serving", "updating", "quarantined"]
 Cause = Literal["engine", "group", "mapping"]

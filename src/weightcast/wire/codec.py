@@ -16,6 +16,7 @@ from weightcast.errors import WireError
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.lru import Lru
 from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.bucket_sources import Source
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
@@ -37,7 +38,7 @@ from weightcast.wire.messages import (
     TellBoxes,
 )
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Tables, hash_of, kept_plan, take_plan
-from weightcast.wire.source_tables import decode_source, encode_source
+from weightcast.wire.source_tables import decode_source, encode_source, kept_source, name_of_source
 
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 
@@ -61,7 +62,7 @@ _Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
 _PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw})
-_ANNOUNCED: dict[str, Any] = {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket}
+_ANNOUNCED: dict[str, Any] = {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket, "known_source": PlanHash}
 _AnnounceForm = _form(Announce, _ANNOUNCED | {"source": msgspec.Raw})
 _RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again; or their hash, if the other end has them.
@@ -69,7 +70,7 @@ _InfoForm = _form(EngineInfo, {"specs": msgspec.Raw, "table": PlanHash})
 # The same for documents, in which every part has its own schema.
 OPEN_SCHEMA = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": Tables})
 PREPARE_SCHEMA = _form(Prepare, {"plan": PlanHash, "tables": Tables})
-ANNOUNCE_SCHEMA = _form(Announce, _ANNOUNCED)
+ANNOUNCE_SCHEMA = _form(Announce, _ANNOUNCED | {"source": Source})
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
@@ -111,7 +112,8 @@ def encode(
     """Encodes any of the classes above as JSON.
 
     Args:
-        named: True if the other end has the plan of an ``Open`` or ``Prepare``, which is then named and not sent.
+        named: True if the other end has the plan of an ``Open`` or ``Prepare``, or the source of an ``Announce``.  It
+            is then named and not sent.
         known_tables: Hashes of the tables that the other end of a ``RankAck`` has.
         known_specs: Hash of the specs that the other end of an ``EngineInfo`` has; empty if it has none.
     """
@@ -124,7 +126,10 @@ def encode(
         rest: dict[str, Any] = {"layout": message.layout, "plan": msgspec.UNSET, "bucket": msgspec.UNSET}
         if message.plan:
             rest = {"layout": msgspec.UNSET, "plan": message.plan, "bucket": message.layout.index}
-        message = _with(_AnnounceForm, message, source=encode_source(message.source), **rest)
+        name = name_of_source(message.source) if named else ""
+        rest["known_source"] = name or msgspec.UNSET
+        rest["source"] = msgspec.UNSET if name else encode_source(message.source)
+        message = _with(_AnnounceForm, message, **rest)
     elif isinstance(message, RankAck):
         held = form_of(message.held, known_tables) if message.held.table.parts else msgspec.UNSET
         message = _with(_RankForm, message, held=held)
@@ -171,9 +176,9 @@ def _prepared(form: Any) -> Prepare:
 
 def _announced(form: Any) -> Announce:
     """Returns the Announce of its form."""
-    if form.source is msgspec.UNSET:
-        raise ValueError("an Announce needs a source")
-    source = decode_source(form.source)
+    if (form.source is msgspec.UNSET) == (form.known_source is msgspec.UNSET):
+        raise ValueError("an Announce needs a source, or the hash of one")
+    source = kept_source(form.known_source) if form.source is msgspec.UNSET else decode_source(form.source)
     if form.layout is not msgspec.UNSET:
         if form.plan is not msgspec.UNSET or form.bucket is not msgspec.UNSET:
             raise ValueError("an Announce has a layout, or a bucket of a plan")
@@ -251,7 +256,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
 
     Raises:
         WireError: The message is too large, is not JSON, or is none of these messages; the text names the field.
-        UnknownPlan: The message names a plan that this process does not have.
+        UnknownPlan: The message names a plan or a source that this process does not have.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"the message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")

@@ -26,7 +26,7 @@ _TIMES_ITS_BYTES = 8  # memory of a decoded plan
 
 
 class UnknownPlan(WireError):
-    """A message names a plan that this process does not have.  The sender must send the plan in full."""
+    """A message names a plan or source that this process does not have.  The sender must send it in full."""
 
 
 class _Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -16,7 +16,20 @@ from weightcast.wire.answers import UNKNOWN_PLAN
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Fetch, Leave, Message, Open, Prepare, Resume, Revert
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    Fetch,
+    Leave,
+    Message,
+    Open,
+    Prepare,
+    Resume,
+    Revert,
+)
+from weightcast.wire.source_tables import name_of_source
 
 
 class NativeAdapter:
@@ -35,6 +48,7 @@ class NativeAdapter:
         self._root = root
         self._plan = ""  # hash of the plan of the session
         self._sent = ""  # hash of the plan that the engine took last
+        self._sources: dict[int, str] = {}  # hash of each bucket's source that the engine took last
 
     def renew(self, info: EngineInfo) -> None:
         """As ``Adapter.renew``."""
@@ -80,8 +94,23 @@ class NativeAdapter:
         return self._apply(join_of(invitation))
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
-        """Announces a bucket from a group or from shared memory."""
-        return self._apply(announce_of(session, layout, group=group, shared=shared, plan=self._plan))
+        """Announces a bucket from a group or from memory.  Of memory, a source that the engine has is named.
+
+        With a group, the next bucket may have been announced before an engine says that it has no such source, and a
+        second request for this bucket would come after it.
+        """
+        message = announce_of(session, layout, group=group, shared=shared, plan=self._plan)
+        name = name_of_source(message.source) if group is None else ""
+        if name and self._sources.get(layout.index) == name:
+            try:
+                return decode_ack((yield self._announce(message, named=True)))
+            except TargetRejected as error:
+                self._sources.clear()
+                if error.status != UNKNOWN_PLAN:
+                    raise
+        ack = decode_ack((yield self._announce(message, named=False)))
+        self._sources[layout.index] = name
+        return ack
 
     def fetch(self, message: Fetch) -> Steps:
         """Makes each rank copy one chunk from a peer engine."""
@@ -123,6 +152,9 @@ class NativeAdapter:
 
     def _open(self, message: Open, *, named: bool) -> EngineRequest:
         return EngineRequest(path=f"{self._root}/weightcast/open", body=encode(message, named=named), lease=True)
+
+    def _announce(self, message: Announce, *, named: bool) -> EngineRequest:
+        return EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message, named=named))
 
     def _prepare(self, message: Prepare, *, named: bool) -> EngineRequest:
         return EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message, named=named))
