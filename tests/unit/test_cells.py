@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -20,10 +21,11 @@ from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.config import UpdateConfig
 from weightcast.digest.source_sums import SourceSums
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, TargetRejected
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.transports.cells import divide
+from weightcast.transports.channel import Channel
 from weightcast.update.estimate import make_plan
 from weightcast.update.exchange import Exchange
 from weightcast.wire.box import Box
@@ -68,6 +70,62 @@ def test_the_command_plan_shows_the_cells(tmp_path, options: list[str], words: s
     result = CliRunner().invoke(app, ["plan", str(tmp_path), *options], prog_name="weightcast")
     assert result.exit_code == 0, result.output
     assert words in result.output
+
+
+# -- an engine that cannot go back to where the others are
+
+
+class Member:
+    """A target that may refuse to go back, to some bucket or to any."""
+
+    def __init__(self, name: str, sent: int, refuses: Callable[[int], bool] = lambda _: False) -> None:
+        self.url = f"http://{name}"
+        self.sent, self.refuses = sent, refuses
+        self.told: list[int] = []
+
+    async def resume(self, buckets: int, *, timeout_s: float) -> None:
+        self.told.append(buckets)
+        if self.refuses(buckets):
+            raise TargetRejected(f"{self.url} refused to go back to bucket {buckets}", url=self.url)
+        self.sent = buckets
+
+
+def cell_of(*members: Member) -> Channel:
+    links: Any = members
+    return Channel(links, meeting="weightcast", device=CPU, host="127.0.0.1", bucket_bytes=1, timeout_s=1.0)
+
+
+def test_a_cell_goes_back_to_the_last_bucket_that_all_have() -> None:
+    cell = cell_of(one := Member("one", 7), two := Member("two", 5))
+    assert cell.take_back() == 5
+    assert (one.told, two.told) == ([5], [5])
+    assert [cell.takes(index) for index in (4, 5, 5, 6)] == [False, True, False, True]
+
+
+def test_a_cell_goes_back_to_the_beginning_with_an_engine_that_can_go_nowhere_else() -> None:
+    cell = cell_of(one := Member("one", 7), two := Member("two", 5, refuses=bool))
+    assert cell.take_back() == 0
+    assert (one.told, two.told) == ([5, 0], [5, 0])
+
+
+def test_an_engine_that_can_go_nowhere_does_not_take_the_others_back_with_it() -> None:
+    cell = cell_of(one := Member("one", 7), two := Member("two", 5, refuses=lambda _: True))
+    with pytest.raises(TargetRejected, match="http://two refused to go back to bucket 0"):
+        cell.take_back()
+    assert (one.told, two.told) == ([5], [5, 0])
+    cell.leave_out([two.url])
+    assert cell.take_back() == 5
+
+
+def test_a_cell_that_comes_no_further_is_stuck() -> None:
+    cell = cell_of(one := Member("one", 3))
+    cell.begin()
+    for _ in range(2):
+        assert not cell.is_stuck
+        assert cell.take_back() == 3
+    assert cell.is_stuck
+    one.sent = 4
+    assert not cell.is_stuck
 
 
 # -- messages of a trainer rank

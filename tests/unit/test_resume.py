@@ -245,6 +245,35 @@ def test_an_engine_that_has_everything_may_be_taken_back(made):
     assert made.serves(3)
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_engine_with_a_rank_that_cannot_go_back_may_go_back_further(made, refused):
+    sender = Sender(weights_of(3), version=3)
+    made.tell(sender.open)
+    for index in range(3):
+        made.tell(sender.announce(index))
+    last = made.ranks.receivers[-1]
+    apply = last.apply
+
+    def refuse(message: Any) -> RankAck:
+        last.apply = apply  # type: ignore[method-assign]
+        return RankAck(rank=1, ok=False, refused=refused, error="its first rows would not come again")
+
+    last.apply = refuse  # type: ignore[method-assign]
+    ack = made.engine.apply(Resume(session=sender.session, buckets=2))
+    assert not ack.ok
+    assert "first rows" in ack.error
+    assert "has failed" in made.refuse(sender.announce(3))
+    if not refused:
+        assert "not because of its group" in made.refuse(Resume(session=sender.session, buckets=0))
+        return
+    made.tell(Resume(session=sender.session, buckets=0))
+    for index in range(len(sender.layouts)):
+        made.tell(sender.announce(index))
+    made.tell(sender.close())
+    made.tell(sender.commit(proven=True))
+    assert made.serves(3)
+
+
 def test_an_engine_that_failed_by_itself_does_not_go_on(made):
     sender = Sender(weights_of(3), version=3)
     made.tell(sender.open)

@@ -391,7 +391,13 @@ class SessionHandler:
         if message.buckets > session.buckets:
             raise Refused(f"bucket {message.buckets} cannot come next: only {session.buckets} buckets have arrived")
         session.deadline = time.monotonic() + session.open.lease_s
-        acks = self._ranks(message, timeout_s=session.open.timeout_s)
+        acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
+        ranks, error = failures(acks)
+        if ranks:
+            # Some ranks may have gone back.  If the others have changed nothing, all can go back further.
+            session.failed = error
+            session.cause = "group" if all(ack.ok or ack.refused for ack in acks) else cause_of(acks)
+            raise _RanksFailed(error, "engine")
         session.failed, session.buckets, session.closed = "", message.buckets, False
         session.groups.clear()
         session.received, session.written = {}, None

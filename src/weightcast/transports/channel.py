@@ -9,6 +9,7 @@ head posts the next bucket while this one is in flight.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -33,6 +34,8 @@ from weightcast.protocols import Invitation, Meeting, Storing
 from weightcast.transports.blame import find_culprit, raise_together, together, try_each
 from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
+
+log = logging.getLogger("weightcast.transports.channel")
 
 _Unanswered = tuple[int, list[Future[None]]]  # a bucket's index and the targets' answers
 
@@ -152,10 +155,16 @@ class Channel:
         self.settle()  # replies that failed stay due
         first = min(link.sent for link in self._links)
         errors = try_each(lambda link: link.resume(first, timeout_s=self._timeout_s), self._links)
-        if first and any(isinstance(error, TargetRejected) for error in errors):
-            first = 0  # an engine whose own loader has taken a part of a tensor can go back to the beginning only
-            errors = try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), self._links)
-        raise_together(errors)
+        refusing = [link for link, error in zip(self._links, errors, strict=True) if isinstance(error, TargetRejected)]
+        raise_together([error for error in errors if not isinstance(error, TargetRejected)])
+        if refusing:
+            # An engine whose own loader has taken a part of a tensor can go back to the beginning only.  One that
+            # refuses this too is left out, and the others need not go as far.
+            raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), refusing))
+            log.info("all of a cell go back to the first bucket: %s", refusing[0].url)
+            others = [link for link in self._links if link not in refusing]
+            raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), others))
+            first = 0
         if self._group is not None:
             leave_all(self._links, self._group.name)
             self._group.close()
