@@ -147,25 +147,25 @@ def answered(steps: Generator[EngineRequest, bytes, Ack], *answers: Ack | Target
     return sizes
 
 
-@pytest.mark.parametrize("group", [None, "g" * 32])
-def test_an_adapter_names_a_source_once_the_engine_has_it(layout, group):
+def test_an_adapter_names_a_source_once_the_engine_has_it(layout):
     adapter, mine = NativeAdapter(INFO), [parted(600)]
 
     def announced(*answers: Ack | TargetRejected) -> list[int]:
-        return answered(adapter.bucket("0" * 32, layout, group=group, shared=mine), *answers)
+        return answered(adapter.bucket("0" * 32, layout, group=None, shared=mine), *answers)
 
     forgot = TargetRejected("forgotten", url="u", status=UNKNOWN_PLAN)
     refused = TargetRejected("asleep", url="u", status=409)
     [full] = announced(ACK)
     [named] = announced(ACK)
     assert named < full - 5_000
-    if group is None:
-        assert announced(forgot, ACK) == [named, full]
-        assert announced(ACK) == [named]
-    else:  # another bucket may be in the group already
-        with pytest.raises(TargetRejected, match="forgotten"):
-            announced(forgot)
-        assert announced(ACK) == [full]
+    assert announced(forgot, ACK) == [named, full]
+    assert announced(ACK) == [named]
     with pytest.raises(TargetRejected, match="asleep"):
         announced(refused)
     assert announced(ACK) == [full]
+
+
+def test_a_bucket_in_a_group_always_brings_its_source(layout):
+    adapter = NativeAdapter(INFO)
+    sizes = [answered(adapter.bucket("0" * 32, layout, group="g" * 32, shared=[parted(600)]), ACK) for _ in range(2)]
+    assert sizes[0] == sizes[1]
