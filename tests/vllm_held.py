@@ -13,6 +13,8 @@ from torch import nn
 
 from weightcast.plugins.vllm.quantised_layers import reach
 
+_SCRATCH = "._permute_scratch."  # what kernels of experts leave of the last step: no weights
+
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors and floats by layer and path, and all parameters."""
@@ -23,7 +25,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
         reached = reach(layer)
         found.update((f"{name}.{path}", tensor) for path, tensor in reached.tensors.items())
         found.update((f"{name}.{path}", torch.tensor(value)) for path, value in reached.numbers.items())
-    return found
+    return {path: tensor for path, tensor in found.items() if _SCRATCH not in path}
 
 
 def digest(tensor: torch.Tensor) -> str:
