@@ -105,7 +105,8 @@ def test_an_engine_that_dies_leaves_other_cells_undisturbed(engines, fresh):
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        *(("one", what) for what in ("killed", "stopped", "rank 1 killed", "rank 1 stopped")),
+        *(("one", what) for what in ("killed", "stopped", "rank 1 killed")),
+        pytest.param("one", "rank 1 stopped", marks=pytest.mark.wide),
         *((other, "killed") for other in ("two", "host", "bare")),
     ],
 )
@@ -345,20 +346,27 @@ def lose_an_engine(urls: list[str], victim: int, what: int, versions: list[int],
     return told
 
 
+WAYS = {
+    "broadcast": {"transport": "broadcast"},
+    "messages": {"transport": "direct", "direct_by": "messages"},
+    "relay": {"transport": "direct", "direct_by": "relay"},
+}
+OFTEN = {("messages", 4, "killed"), ("messages", 4, "stopped"), ("broadcast", 64, "killed"), ("relay", 4, "killed")}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("way", "cell_ranks", "struck"),
     [
-        pytest.param({"transport": "broadcast"}, id="broadcast"),
-        pytest.param({"transport": "direct", "direct_by": "messages"}, id="messages"),
-        pytest.param({"transport": "direct", "direct_by": "relay"}, id="relay"),
+        pytest.param(way, *case, marks=() if (way, *case) in OFTEN else pytest.mark.wide)
+        for way in WAYS
+        for case in ((4, "killed"), (4, "stopped"), (64, "killed"))
     ],
 )
-@pytest.mark.parametrize(("cell_ranks", "struck"), [(4, "killed"), (4, "stopped"), (64, "killed")])
-def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ranks, cell_ranks, options, struck):
+def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ranks, way, cell_ranks, struck):
     lost, kept, apart = fresh("--tp", "2"), fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]
     victim = lost.info().ranks[1].pid
-    options = options | {"cell_ranks": cell_ranks, "timeout_s": 10.0 if struck == "killed" else 4.0}
+    options = WAYS[way] | {"cell_ranks": cell_ranks, "timeout_s": 10.0 if struck == "killed" else 4.0}
     number = signal.SIGKILL if struck == "killed" else signal.SIGSTOP
     urls = [lost.url, kept.url, apart.url]
 

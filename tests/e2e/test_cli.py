@@ -242,7 +242,7 @@ def test_doctor_finds_nothing_wrong(engine):
     assert "2 ranks joined this process" in result.stdout
     assert "ipc and broadcast can be used" in result.stdout
     assert result.stdout.count("direct") == 1
-    ways = ["shards", "memory", *([] if nixl.missing() else ["rdma"]), "relay", "messages"]
+    ways = ["shards", "memory", *([] if nixl.missing() else ["rdma"]), "relay", "mixed", "messages"]
     assert f"{', '.join(ways)} can be used; auto takes it if the trainer sets keep_mapped" in result.stdout
     (found,) = json.loads(run("doctor", engine.url, "--json").stdout)["engines"]
     assert found["ok"] is True

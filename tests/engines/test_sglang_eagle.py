@@ -63,9 +63,8 @@ def share(counts: list[tuple[int, int]]) -> float:
     return sum(accepted for accepted, _ in counts) / sum(tried for _, tried in counts)
 
 
-@pytest.mark.parametrize(
-    ("method", "via"), [("eagle3", "ipc"), pytest.param("eagle", "broadcast", marks=pytest.mark.engine_full)]
-)
+@pytest.mark.engine_full
+@pytest.mark.parametrize(("method", "via"), [("eagle3", "ipc"), ("eagle", "broadcast")])
 def test_stock_sglang_keeps_its_head(tmp_path: Path, method: str, via: str) -> None:
     a, b = (head(tmp_path / name, method, seed) for seed, name in enumerate("ab"))
     with sglang(tmp_path, *((each.model, 1, options(each, method)) for each in (a, b))) as (engine, fresh):

@@ -18,7 +18,7 @@ TIMEOUT_S = 3.0
 class Group:
     """The head's end of a group, which notes how long it waits for the others."""
 
-    rank, world_size = 0, 2
+    rank, world_size, hosts = 0, 2, ("", "")
 
     def __init__(self) -> None:
         self.limits_s: list[float] = []
