@@ -10,18 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export, raw
 from tests.unit.ranks import Ranks
+from tests.unit.sharded_experts import SIZES, sharded_experts
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Nvfp4
 
-SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "intermediate_size": 96, "head_dim": 32}
 VALUES = [Fraction(value) for value in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 JOINED = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
 
@@ -186,13 +184,7 @@ def export_model(folder: str, *, experts_by: int) -> list[str]:
     mesh = init_device_mesh("cpu", (4,))
     group = TrainerGroup.connect(CPU, timeout_s=30)
     group.receivers = (0, 2)
-    model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
-    for layer in model.model.layers:
-        for name, tensor in list(layer.mlp.experts.named_parameters()):
-            placed = distribute_tensor(tensor.detach(), mesh, [Shard(experts_by)], src_data_rank=None)
-            layer.mlp.experts.register_parameter(name, nn.Parameter(placed))
-        fully_shard(layer, mesh=mesh, ignored_params=set(layer.mlp.experts.parameters()))
-    fully_shard(model, mesh=mesh, ignored_params={p for p in model.parameters() if isinstance(p, DTensor)})
+    model = sharded_experts(mesh, experts_by)
     want = expected(load_file(f"{folder}/model.safetensors"))
     got = export(ModuleExporter(model, quantise=Nvfp4()), group, bucket_bytes=20_000)
     group.close()

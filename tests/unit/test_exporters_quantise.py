@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export, raw
 from tests.unit.ranks import Ranks
+from tests.unit.sharded_experts import SIZES, sharded_experts
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.module import ModuleExporter
@@ -74,7 +74,6 @@ def in_format(form: Fp8Format, name: str, x: torch.Tensor) -> dict[str, bytes]:
     return {name: raw(q), f"{name}_scale": raw(scales)}
 
 
-SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "intermediate_size": 96, "head_dim": 32}
 FORMATS = [Fp8Blocks(), Fp8Tensors(), Fp8Tensors(scalar=True), Fp8Channels(), Mxfp8()]
 
 
@@ -333,13 +332,7 @@ def export_model(form: Fp8Format, folder: str, *, experts_by: int) -> list[str]:
     mesh = init_device_mesh("cpu", (4,))
     group = TrainerGroup.connect(CPU, timeout_s=30)
     group.receivers = (0, 2)
-    model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
-    for layer in model.model.layers:
-        for name, tensor in list(layer.mlp.experts.named_parameters()):
-            placed = distribute_tensor(tensor.detach(), mesh, [Shard(experts_by)], src_data_rank=None)
-            layer.mlp.experts.register_parameter(name, nn.Parameter(placed))
-        fully_shard(layer, mesh=mesh, ignored_params=set(layer.mlp.experts.parameters()))
-    fully_shard(model, mesh=mesh, ignored_params={p for p in model.parameters() if isinstance(p, DTensor)})
+    model = sharded_experts(mesh, experts_by)
     want: dict[str, bytes] = {}
     for name, tensor in load_file(f"{folder}/model.safetensors").items():
         want |= in_format(form, name, tensor) if "_proj" in name else {name: raw(tensor)}
