@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.engines.environment import package_path
+from tests.engines.environment import QUICK, package_path
 
 from weightcast.comm.ports import quiet_port
 
@@ -214,7 +214,8 @@ def launched(
     """
     port = quiet_port()
     folder = args.folder
-    path = [package_path(folder / "metadata"), *([] if run.tiny else [os.environ.get("WEIGHTCAST_VLLM_SITE", "")])]
+    ours = package_path(folder / "metadata", *([QUICK] if run.tiny else []))
+    path = [ours, "" if run.tiny else os.environ.get("WEIGHTCAST_VLLM_SITE", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(part for part in (*path, os.environ.get("PYTHONPATH", "")) if part),
         "VLLM_PLUGINS": "weightcast" if backend == "weightcast" else "",

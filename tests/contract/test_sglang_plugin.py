@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.environment import engine_python, package_path
+from tests.engines.environment import QUICK, engine_python, package_path
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
 
@@ -64,7 +64,7 @@ def load(folder: Path, version: str, change: str = "", script: str = REGISTER) -
     python = engine_python("sglang-0.5.23-cpu")
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(folder)]),
+        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(folder, QUICK)]),
         "SGLANG_PLUGINS": "weightcast",
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.environment import engine_python, package_path
+from tests.engines.environment import QUICK, engine_python, package_path
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
 
@@ -81,7 +81,7 @@ def test_every_refusal_is_about_a_setting_that_sglang_has(version: str, tmp_path
     python = engine_python("sglang-0.5.23-cpu")
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(tmp_path)]),
+        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(tmp_path, QUICK)]),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.engines.environment import package_path
+from tests.engines.environment import QUICK, package_path
 
 # Ray, and what it needs that an engine's environment may not have.
 RAY = (
@@ -41,7 +41,7 @@ def receiver_path(python: Path, folder: Path) -> str:
         python: Of the environment.
         folder: Where the metadata may be written.
     """
-    return os.pathsep.join((package_path(folder), str(overlay(python, HTTP_PARSER))))
+    return os.pathsep.join((package_path(folder, QUICK), str(overlay(python, HTTP_PARSER))))
 
 
 def overlay(python: Path, *wheels: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.environment import ROOT, engine_python, package_path
+from tests.engines.environment import QUICK, ROOT, engine_python, package_path
 from tests.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
@@ -88,7 +88,7 @@ def run(folder: Path, *words: str) -> Any:
     """The last line that a module prints in vLLM's environment, as JSON."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
-        "PYTHONPATH": os.pathsep.join([package_path(folder / "metadata"), str(ROOT / "src"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([package_path(folder / "metadata", QUICK), str(ROOT / "src"), str(ROOT)]),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_PLUGINS": "",
         "VLLM_NO_USAGE_STATS": "1",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine, push, status, weightcast
-from tests.engines.environment import engine_python, package_path
+from tests.engines.environment import QUICK, engine_python, package_path
 from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.vllm_server import vllm
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -148,7 +148,7 @@ def test_latent_attention_is_staged_and_layers_that_are_skipped_may_come_or_stay
 @pytest.mark.engine
 def test_a_packed_convolution_is_packed_anew_in_place_and_moving_experts_are_refused(tmp_path: Path) -> None:
     python = engine_python("vllm-0.32.0-cpu")
-    environment = os.environ | {"PYTHONPATH": package_path(tmp_path), "VLLM_TARGET_DEVICE": "cpu"}
+    environment = os.environ | {"PYTHONPATH": package_path(tmp_path, QUICK), "VLLM_TARGET_DEVICE": "cpu"}
     rig = Path(__file__).parent / "vllm_layers.py"
     done = subprocess.run([str(python), str(rig)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

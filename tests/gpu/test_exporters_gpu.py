@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.fp8_checkpoints import EXPORTED
 from tests.gpu.needs import needs
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
@@ -206,3 +207,22 @@ def test_a_checkpoint_is_read_into_device_memory(tmp_path, wire_dtype):
             got = export(exporter, group, bucket_bytes)
             for name, tensor in tensors.items():
                 assert torch.equal(got[name], tensor.to(wire_dtype or tensor.dtype)), name
+
+
+@pytest.mark.parametrize("form", EXPORTED.values(), ids=EXPORTED)
+def test_a_quantised_model_has_the_bytes_of_the_one_on_a_cpu(form):
+    generator = torch.Generator().manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(640, 384, bias=False), "b": nn.Linear(256, 512, bias=False)}).bfloat16()
+    with torch.no_grad():
+        for weight in model.parameters():  # magnitudes of very different sizes, and a row of zeros
+            spread = torch.randn(weight.shape[0], 1, generator=generator).mul(6).exp()
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
+            weight[3] = 0
+    cpu, gpu = torch.device("cpu"), device()
+    found = []
+    for place in (cpu, gpu):
+        exporter = ModuleExporter(model.to(place), quantise=form)
+        found.append(export(exporter, TrainerGroup.connect(place, timeout_s=5), 1 * MIB))
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor.view(torch.uint8), found[1][name].view(torch.uint8)), name

@@ -136,6 +136,14 @@ class Fp8Format(ABC):
         """
 
 
+def divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Divides in place, rounded the same on every device; returns ``x``.
+
+    By a Python number, torch multiplies with its reciprocal on a GPU, which makes other scales than a CPU does.
+    """
+    return x.div_(torch.full((), number, dtype=x.dtype, device=x.device))
+
+
 def wide_modules(specs: Sequence[TensorSpec]) -> list[str]:
     """Names of the modules whose weights, of two dimensions or more, are not quantised."""
     return [
@@ -180,8 +188,9 @@ class Fp8Blocks(Fp8Format):
     def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
         if self.reciprocal:
-            maxima.clamp_(min=_LEAST_IN_BLOCKS)
-        maxima.div_(_MOST)
+            maxima.clamp_(min=_LEAST_IN_BLOCKS).div_(_MOST)  # with a number, as vLLM: see ``divide``
+        else:
+            divide(maxima, _MOST)
         maxima.masked_fill_(maxima == 0, 1.0)
 
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
@@ -211,7 +220,7 @@ class _Coarse(Fp8Format):
 
     def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
-        maxima.div_(_MOST)
+        divide(maxima, _MOST)
         if self.reciprocal:
             maxima.clamp_(min=_LEAST_SCALE)
         else:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 
 from weightcast.errors import ConfigError
-from weightcast.exporters.fp8_formats import FP8, Fp8Format, compressed_tensors_config
+from weightcast.exporters.fp8_formats import FP8, Fp8Format, compressed_tensors_config, divide
 from weightcast.wire.layout import TensorSpec
 
 _GROUP = 16
@@ -83,7 +83,7 @@ class Nvfp4(Fp8Format):
     def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
         assert overall is not None
-        maxima.div_(_MOST).mul_(overall).clamp_(max=_MOST_SCALE)
+        divide(maxima, _MOST).mul_(overall).clamp_(max=_MOST_SCALE)
         maxima.copy_(maxima.to(FP8))
         maxima.masked_fill_(maxima == 0, _SCALE_OF_ZERO)
 
