@@ -48,14 +48,14 @@ class Request:
     tokens: int = 0
 
 
-def _of_sglang(prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+def _of_sglang(prompt: list[int], tokens: int, _: str) -> tuple[str, dict[str, Any]]:
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return "/generate", {"input_ids": prompt, "sampling_params": sampling}
 
 
-def _of_vllm(prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+def _of_vllm(prompt: list[int], tokens: int, model: str) -> tuple[str, dict[str, Any]]:
     sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    return "/v1/completions", {"model": "m", "prompt": prompt, **sampling}
+    return "/v1/completions", {"model": model, "prompt": prompt, **sampling}
 
 
 _REQUESTS = {"sglang": _of_sglang, "vllm": _of_vllm}
@@ -64,14 +64,14 @@ _REQUESTS = {"sglang": _of_sglang, "vllm": _of_vllm}
 class _Stream:
     """One connection at a time, read as it comes and taken apart at its end."""
 
-    def __init__(self, url: str, number: int, tokens: int, engine: str) -> None:
+    def __init__(self, url: str, number: int, tokens: int, engine: str, model: str) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
         self._address = parts.hostname, parts.port
         self._engine = engine
         prompt = [100 + (31 * number + 7 * place) % 390 for place in range(32)]
-        path, asked = _REQUESTS[engine](prompt, tokens)
+        path, asked = _REQUESTS[engine](prompt, tokens, model)
         body = json.dumps(asked | {"stream": True}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._bytes = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
@@ -164,10 +164,12 @@ class Load:
 
 
 @contextmanager
-def load(url: str, *, streams: int, tokens: int, engine: str = "sglang") -> Generator[Load]:
-    """Streams of a server while the body runs, which calls ``Load.stop``."""
+def load(
+    url: str, *, streams: int, tokens: int, engine: str = "sglang", models: Sequence[str] = ("m",)
+) -> Generator[Load]:
+    """Streams of a server while the body runs, which calls ``Load.stop``; vLLM's take turns with ``models``."""
     command = [sys.executable, str(Path(__file__).resolve()), url, f"--engine={engine}"]
-    command += [f"--streams={streams}", f"--tokens={tokens}"]
+    command += [f"--streams={streams}", f"--tokens={tokens}", f"--models={','.join(models)}"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Load(process)
@@ -221,8 +223,13 @@ def main() -> int:
     parser.add_argument("--engine", choices=sorted(_REQUESTS), default="sglang")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--models", default="m", help="vLLM's names of models or adapters; the streams take turns")
     args = parser.parse_args()
-    streams = [_Stream(args.url, number, args.tokens, args.engine) for number in range(args.streams)]
+    models = args.models.split(",")
+    streams = [
+        _Stream(args.url, number, args.tokens, args.engine, models[number % len(models)])
+        for number in range(args.streams)
+    ]
     _run(args.url, streams)
     requests = [request for stream in streams for request in stream.requests]
     print(json.dumps([vars(request) for request in requests]))

@@ -21,6 +21,10 @@ checkpoint in fp8 blocks, and the trainer quantises on the way.  They compare no
 
 The case ``dummy`` starts a server with ``--load-format dummy`` and sends it the first weights.
 
+The case ``8b-lora`` updates one and two LoRA adapters of rank 32 on all linear layers, idle and under load, and loads
+the same ones from folders by vLLM's own route.  By default one server does both, so that the case is short: it starts
+on random weights and gets the model's by an update.  With ``--stock-peer`` a server as vLLM ships loads the folders.
+
 vLLM runs with what ``--flags``, ``--options`` and each case add.  The file has versions, commands, the copy rate of the
 device in the same run, every step and every check; it is written anew after each case.  A step that fails ends its case
 only if nothing can follow it.  The exit code is 1 if a check failed.  Everything ends within ``--limit-s``, each case
@@ -47,6 +51,8 @@ from typing import Any
 
 import torch
 from benchmarks.engine_streams import gaps, load
+from benchmarks.vllm_lora import ALLOWED, Adapters, measure, save_headers
+from benchmarks.vllm_lora import OPTIONS as LORA_OPTIONS
 from benchmarks.vllm_memory import QWEN3_8B, ROOT, Run, Server, asked, await_start, launched
 from tests.fp8_checkpoints import fp8_checkpoint
 from tests.tiny import tiny_tokenizer
@@ -74,6 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "8b": ("qwen3", QWEN3_8B),
     "8b-online": ("qwen3", QWEN3_8B),
     "8b-blocks": ("qwen3", QWEN3_8B),
+    "8b-lora": ("qwen3", QWEN3_8B),
     "moe": ("qwen3_moe", QWEN3_30B_A3B_16),
     "moe-online": ("qwen3_moe", QWEN3_30B_A3B_16),
 }
@@ -394,6 +401,35 @@ def case_dummy(run: Run, args: argparse.Namespace, name: str) -> None:
             keep_logs(args, server)
 
 
+def case_lora(run: Run, args: argparse.Namespace, name: str) -> None:
+    """LoRA adapters beside the model, from memory and from folders."""
+    trainer, folder = made(run, args, name)
+    with run.step("save the checkpoint"):
+        trainer.save(folder) if args.stock_peer else save_headers(trainer, folder)
+    adapters = Adapters(trainer.model, trainer.std)
+    options = ["--no-enable-prefix-caching", *cache_options(args, name), *args.options.split(), *LORA_OPTIONS]
+    with ExitStack() as stack:
+        dummy = [] if args.stock_peer else ["--load-format=dummy"]
+        server = stack.enter_context(launched(run, args, folder, *options, *dummy, more=ALLOWED))
+        peer = server
+        if args.stock_peer:
+            trainer.free()
+            peer = stack.enter_context(launched(run, args, folder, *options, backend="ipc", more=ALLOWED))
+        case = Case(run, args, trainer, server)
+        try:
+            await_start(run, server, START_S)
+            if args.stock_peer:
+                await_start(run, peer, START_S, ours=False)
+            else:
+                with case.connected(pause="retract") as updater:
+                    case.update(updater, "the model's weights", 0)
+                trainer.free()
+            first = case.answers("at the start")
+            measure(case, adapters, peer, args.folder / f"{name}-adapters", first)
+        finally:
+            keep_logs(args, *{id(each): each for each in (server, peer)}.values())
+
+
 def cache_options(args: argparse.Namespace, name: str) -> list[str]:
     """vLLM's options for a KV cache of a fixed size; none on a CPU."""
     if args.tiny:
@@ -449,7 +485,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--logs", type=Path, help="where the ends of the servers' logs go")
     parser.add_argument("--traces", type=Path, help="where the trace of the last update of each kind goes")
-    parser.add_argument("--cases", default="8b,moe,dummy", help="of 8b, moe, 8b-online, 8b-blocks, moe-online, dummy")
+    parser.add_argument("--cases", default="8b,moe,dummy", help=f"of {', '.join((*MODELS, 'dummy'))}")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=4, help="updates of each kind")
     parser.add_argument("--via", default="direct,ipc", help="transports; the first in every pause mode under load")
@@ -457,6 +493,9 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, default=0, help="size of ipc's buckets; weightcast's default if 0")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the engine; the trainer stays on the first GPU")
     parser.add_argument("--ours-alone", action="store_true", help="no server as vLLM ships")
+    parser.add_argument(
+        "--stock-peer", action="store_true", help="8b-lora: folders are loaded by a server as vLLM ships"
+    )
     parser.add_argument("--sleep", action="store_true", help="vLLM's sleep levels too")
     parser.add_argument("--tiny", action="store_true", help="tiny models, vLLM on this CPU")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs vLLM")
@@ -494,7 +533,10 @@ def main() -> int:
                     continue
                 signal.alarm(max(1, int(min(run.left_s - END_S, args.case_limit_s))))
                 try:
-                    case_dummy(run, args, "moe") if case == "dummy" else case_receiver(run, args, case)
+                    if case == "dummy":
+                        case_dummy(run, args, "moe")
+                    else:
+                        (case_lora if case == "8b-lora" else case_receiver)(run, args, case)
                 except (Exception, TimeIsUp) as error:  # noqa: BLE001  the other cases still tell something
                     print(f"FAILED {case}:\n{traceback.format_exc()[-3000:]}", flush=True)
                     run.failed.append(f"{case}: {type(error).__name__}: {str(error)[-2000:]}")

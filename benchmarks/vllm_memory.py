@@ -158,9 +158,9 @@ class Server:
             key: found[key] for key in ("state", "version", "digest", "staging", "staging_bytes", "paused", "message")
         }
 
-    def answers(self) -> list[list[int]]:
+    def answers(self, model: str = "m") -> list[list[int]]:
         """Greedy, one prompt after the other, so that batches are the same every time."""
-        body: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"model": model, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         body["return_token_ids"] = True
         found: list[list[int]] = []
         for prompt in PROMPTS:
