@@ -13,7 +13,9 @@ from torch import nn
 
 from weightcast.plugins.vllm.quantised_layers import reach
 
-_SCRATCH = "._permute_scratch."  # what kernels of experts leave of the last step: no weights
+# What kernels of experts leave of the last step, and scales that a checkpoint for weights alone lacks, so that they are
+# never set and never read.
+_NO_WEIGHTS = ("._permute_scratch.", ".w13_input_global_scale", ".w2_input_global_scale")
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,7 +27,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
         reached = reach(layer)
         found.update((f"{name}.{path}", tensor) for path, tensor in reached.tensors.items())
         found.update((f"{name}.{path}", torch.tensor(value)) for path, value in reached.numbers.items())
-    return {path: tensor for path, tensor in found.items() if _SCRATCH not in path}
+    return {path: tensor for path, tensor in found.items() if not any(part in path for part in _NO_WEIGHTS)}
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -54,6 +54,20 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "exported-channels",
         "CompressedTensorsW8A8Fp8MoEMethod",
     ),
+    "exported mxfp8": ("mxfp8-stored", "qwen3", "exported-mxfp8", "CompressedTensorsLinearMethod"),
+    "exported mxfp8, experts": (
+        "mxfp8-stored",
+        "qwen3_moe",
+        "exported-mxfp8",
+        "CompressedTensorsW8A8Mxfp8MoEMethod",
+    ),
+    "exported nvfp4": ("nvfp4-stored", "qwen3", "exported-nvfp4", "CompressedTensorsLinearMethod"),
+    "exported nvfp4, experts": (
+        "nvfp4-stored",
+        "qwen3_moe",
+        "exported-nvfp4",
+        "CompressedTensorsW4A4Nvfp4MoEMethod",
+    ),
     "dummy": ("dummy", "qwen3", "tensors", "Fp8LinearMethod"),
     "online": ("online", "qwen3", "", "Fp8PerTensorOnlineLinearMethod"),
     "online, experts": ("online", "qwen3_moe", "", "Fp8PerTensorOnlineMoEMethod"),
@@ -63,8 +77,18 @@ CASES: dict[str, tuple[str, str, str, str]] = {
 }
 REFUSED: dict[str, tuple[str, str, str, str]] = {
     "mxfp8": ("mxfp8", "qwen3", "", "Mxfp8OnlineLinearMethod"),
-    "exported mxfp8": ("mxfp8-stored", "qwen3", "exported-mxfp8", "CompressedTensorsW8A8Mxfp8"),
-    "exported nvfp4": ("nvfp4-stored", "qwen3", "exported-nvfp4", "CompressedTensorsW4A4Fp4"),
+    "mxfp8, another kernel": (
+        "mxfp8-other",
+        "qwen3",
+        "exported-mxfp8",
+        "CompressedTensorsW8A8Mxfp8 with the kernel SimpleNamespace, and not Marlin",
+    ),
+    "nvfp4, another kernel": (
+        "nvfp4-other",
+        "qwen3",
+        "exported-nvfp4",
+        "CompressedTensorsW4A4Fp4 with the kernel SimpleNamespace, and not Marlin",
+    ),
     "nvfp4": ("nvfp4", "qwen3", "", "ModelOptNvFp4FusedMoE"),
     "static activations, experts": ("static", "qwen3_moe", "static", "experts with static scales of activations"),
 }

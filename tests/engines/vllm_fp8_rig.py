@@ -5,7 +5,8 @@
 For each case a model is loaded from FIRST by vLLM's own loader, with vLLM's own layers and quantisation methods, and
 updated to SECOND as the receiver does it.  Everything that its layers and kernels hold is then compared, bit by bit,
 with a model that vLLM loads from SECOND.  What needs a GPU is put in from outside: the quantising kernel, a kernel for
-blocks (which has vLLM's own processing of weights), and the choice of a kernel for experts.  Prints one JSON list.
+blocks (which has vLLM's own processing of weights), the choice of a kernel for experts, and for NVFP4 and MXFP8 the
+call that brings a matrix into Marlin's order.  Prints one JSON list.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.mxfp8.marlin import MarlinMxfp8LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel as blocks
+from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as nvfp4_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as compressed_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_mxfp8 as mxfp8_experts,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as compressed_nvfp4,
@@ -61,6 +72,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "channels": {},
     "mxfp8-stored": {},
     "nvfp4-stored": {},
+    "mxfp8-other": {},
+    "nvfp4-other": {},
     "dummy": {"load_format": "dummy"},
     "online": {"quantization": "fp8"},
     "online-blocks": {"quantization": "fp8_per_block"},
@@ -107,20 +120,25 @@ class Swizzled(Blocks):
         layer.swizzled = torch.cat([scale.data.flatten(), scale.data.flatten().flip(0)])
 
 
-def on_this_cpu(kernel: type[Blocks]) -> None:
+def marlin_order(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> torch.Tensor:
+    """Another order of a matrix, of the shape that Marlin's has: ``(size_k / 16, size_n * num_bits / 2)``."""
+    return b_q_weight.reshape(size_k // 16, size_n * num_bits // 2).flip(0).contiguous()
+
+
+def on_this_cpu(kernel: type[Blocks], *, marlin: bool) -> None:
+    ops.gptq_marlin_repack = marlin_order
     ops.scaled_fp8_quant = scaled_fp8_quant
     torch.accelerator.empty_cache = lambda: None
     for name in dir(linear):
         table = getattr(linear, name)
         if name.startswith("_POSSIBLE") and "BLOCK" in name and isinstance(table, dict):
             table[PlatformEnum.CPU] = [kernel]
+    other = SimpleNamespace(process_weights_after_loading=lambda layer: None, input_quant_key=lambda: None)
     for module in (mxfp8, compressed_mxfp8):
-        module.init_mxfp8_linear_kernel = lambda *_, **__: SimpleNamespace(
-            process_weights_after_loading=lambda layer: None
-        )
-    compressed_nvfp4.init_nvfp4_linear_kernel = lambda **_: SimpleNamespace(
-        process_weights_after_loading=lambda layer: None, input_quant_key=lambda: None
-    )
+        module.init_mxfp8_linear_kernel = lambda *_, **__: object.__new__(MarlinMxfp8LinearKernel) if marlin else other
+    compressed_nvfp4.init_nvfp4_linear_kernel = lambda **_: object.__new__(MarlinNvFp4LinearKernel) if marlin else other
+    nvfp4_experts.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.MARLIN, MarlinExperts)
+    mxfp8_experts.select_mxfp8_moe_backend = lambda **_: (Fp8MoeBackend.MARLIN, MarlinExperts)
     for module in (fp8, online, compressed_experts):
         module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
 
@@ -141,7 +159,7 @@ def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def outcome(case: str, first: Path, second: Path) -> dict[str, object]:
-    on_this_cpu(Swizzled if case == "swizzled" else Blocks)
+    on_this_cpu(Swizzled if case == "swizzled" else Blocks, marlin=not case.endswith("-other"))
     config = configured(first, case)
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():

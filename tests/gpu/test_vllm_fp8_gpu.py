@@ -1,7 +1,8 @@
-"""Real vLLM in fp8 on a GPU with our receiver: blocks, tensors, and bfloat16 that vLLM quantises itself.
+"""Real vLLM in 8 and 4 bits on a GPU with our receiver: checkpoints, and bfloat16 that vLLM quantises itself.
 
-After each update everything that layers and kernels hold must equal, bit by bit, what a server holds that was started
-on the pushed weights, and answers must be the same.  vLLM comes from where ``test_vllm_gpu`` has it from.
+Formats that our exporters make are also sent by a trainer in bfloat16.  After each update everything that layers and
+kernels hold must equal, bit by bit, what a server holds that was started on the pushed weights, and answers must be the
+same.  vLLM comes from where ``test_vllm_gpu`` has it from.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from tests.gpu.test_updates_gpu import PYTHONPATH
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+from weightcast import Target, WeightUpdater
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.quantise import Fp8Format
 
 pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(240)]
 
@@ -49,6 +53,10 @@ CASES = [
     pytest.param("qwen3_moe", EXPERTS, "exported-tensors", [], id="exported tensors, experts"),
     pytest.param("qwen3", DENSE, "exported-channels", [], id="exported channels"),
     pytest.param("qwen3_moe", EXPERTS, "exported-channels", [], id="exported channels, experts"),
+    pytest.param("qwen3", DENSE, "exported-nvfp4", [], id="exported nvfp4"),
+    pytest.param("qwen3_moe", EXPERTS, "exported-nvfp4", [], id="exported nvfp4, experts"),
+    pytest.param("qwen3", DENSE, "exported-mxfp8", [], id="exported mxfp8"),
+    pytest.param("qwen3_moe", EXPERTS, "exported-mxfp8", [], id="exported mxfp8, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8"], id="online"),
     pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8"], id="online, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_block"], id="online blocks"),
@@ -92,6 +100,17 @@ def push(model: Path, server: Server, version: int) -> dict[str, Any]:
     return row
 
 
+def trained(folder: Path, server: Server, version: int, form: Fp8Format) -> dict[str, Any]:
+    """An update by a trainer that holds a checkpoint in bfloat16 and quantises it on the way; the row of the report."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda:0")
+    exporter = ModuleExporter(model, quantise=form)
+    with WeightUpdater.connect(exporter, [Target(server.url)], transport="ipc", timeout_s=60.0) as updater:
+        return json.loads(updater.update(version=version).to_json())["targets"][0]
+
+
 def held(server: Server) -> dict[str, str]:
     """Digests of what the layers and kernels hold."""
     [found] = server.post("/collective_rpc", {"method": "held_digests"})["results"]
@@ -131,8 +150,11 @@ def test_an_update_is_what_vllm_makes_of_the_same_weights(
         assert all(old != new for old, new in zip(*answers, strict=True))
         assert unlike(*wanted)
         rows: list[dict[str, Any]] = []
-        for version, index in ((1, 1), (2, 0), (3, 1)):
-            rows.append(push([a, b][index], server, version))
+        for version, index in ((1, 1), (2, 0), (3, 1), *([(4, 0)] if kind in EXPORTED else [])):
+            if version < 4:
+                rows.append(push([a, b][index], server, version))
+            else:
+                rows.append(trained(tmp_path / "a-wide", server, version, EXPORTED[kind]))
             assert (rows[-1]["proof"], rows[-1]["not_updated"]) == ("resident", []), rows[-1]
             found = unlike(held(server), wanted[index])
             assert not found, f"version {version}: {len(found)} differ: {found[:6]}"
@@ -141,7 +163,7 @@ def test_an_update_is_what_vllm_makes_of_the_same_weights(
         record("stall_s", [row["stall_s"] for row in rows])
 
 
-def test_formats_of_four_and_eight_bits_with_shared_exponents_are_refused_by_name(tmp_path: Path) -> None:
+def test_formats_that_vllm_quantises_to_with_shared_exponents_are_refused_by_name(tmp_path: Path) -> None:
     a, _ = checkpoints(tmp_path, "qwen3", DENSE, "")
     words = ["--dtype=bfloat16", "--quantization=mxfp8"]
     with vllm(a, tmp_path / "mxfp8.log", backend="weightcast", gpus=[0], eager=True, options=words) as server:

@@ -14,6 +14,7 @@ from weightcast.errors import ConfigError, EngineFailure
 from weightcast.plugins.vllm.quantised_layers import (
     QuantisedLayer,
     check_cache_scales,
+    fill,
     is_quantised,
     keep_cache_scales,
     why_refused,
@@ -218,7 +219,109 @@ def test_experts_with_static_activations_are_refused() -> None:
     assert "powers of two" in why_refused(method, nn.Module())
 
 
-def test_only_one_scheme_of_compressed_tensors_is_known() -> None:
+PACKAGE = "vllm.model_executor.layers.quantization.compressed_tensors"
+KERNELS = "vllm.model_executor.kernels.linear"
+
+
+def named(path: str, **attributes: Any) -> Any:
+    """An object of a class with this full name."""
+    module, _, name = path.rpartition(".")
+    return type(name, (), {"__module__": module, **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "a16", "kernel", "said"),
+    [
+        ("w4a4_nvfp4.CompressedTensorsW4A4Fp4", True, f"{KERNELS}.nvfp4.marlin.MarlinNvFp4LinearKernel", ""),
+        (
+            "w4a4_nvfp4.CompressedTensorsW4A4Fp4",
+            False,
+            f"{KERNELS}.nvfp4.marlin.MarlinNvFp4LinearKernel",
+            "static scales of activations in CompressedTensorsW4A4Fp4",
+        ),
+        (
+            "w4a4_nvfp4.CompressedTensorsW4A4Fp4",
+            True,
+            f"{KERNELS}.nvfp4.cutlass.CutlassNvFp4LinearKernel",
+            "CompressedTensorsW4A4Fp4 with the kernel CutlassNvFp4LinearKernel, and not Marlin",
+        ),
+        (
+            "w4a4_nvfp4.CompressedTensorsW4A4Fp4",
+            True,
+            "somebody.MarlinNvFp4LinearKernel",
+            "CompressedTensorsW4A4Fp4 with the kernel MarlinNvFp4LinearKernel, and not Marlin",
+        ),
+        ("w8a8_mxfp8.CompressedTensorsW8A8Mxfp8", None, f"{KERNELS}.mxfp8.marlin.MarlinMxfp8LinearKernel", ""),
+        (
+            "w8a8_mxfp8.CompressedTensorsW8A8Mxfp8",
+            None,
+            f"{KERNELS}.mxfp8.emulation.EmulationMxfp8LinearKernel",
+            "CompressedTensorsW8A8Mxfp8 with the kernel EmulationMxfp8LinearKernel, and not Marlin",
+        ),
+    ],
+)
+def test_packed_formats_are_for_marlin_and_for_weights_alone(
+    scheme: str, a16: bool | None, kernel: str, said: str
+) -> None:
+    method = named(f"{PACKAGE}.compressed_tensors.CompressedTensorsLinearMethod")
+    attributes = {"kernel": named(kernel)} | ({} if a16 is None else {"use_a16": a16})
+    layer = SimpleNamespace(scheme=named(f"{PACKAGE}.schemes.compressed_tensors_{scheme}", **attributes))
+    assert is_quantised(method)
+    assert why_refused(method, layer) == said
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"nvfp4_backend": SimpleNamespace(name="MARLIN")}, ""),
+        ({"nvfp4_backend": SimpleNamespace(name="MARLIN"), "use_a16": True}, ""),
+        (
+            {"nvfp4_backend": SimpleNamespace(name="MARLIN"), "use_a16": False},
+            "experts with static scales of activations in CompressedTensorsW4A4Nvfp4MoEMethod",
+        ),
+        (
+            {"nvfp4_backend": SimpleNamespace(name="VLLM_CUTLASS")},
+            "CompressedTensorsW4A4Nvfp4MoEMethod with the kernel VLLM_CUTLASS, and not Marlin",
+        ),
+        ({}, "CompressedTensorsW4A4Nvfp4MoEMethod with the kernel None, and not Marlin"),
+    ],
+)
+def test_packed_experts_are_for_marlin_and_for_weights_alone(attributes: dict[str, Any], said: str) -> None:
+    name = "compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod"
+    method = named(f"{PACKAGE}.{name}", **attributes)
+    assert is_quantised(method)
+    assert why_refused(method, nn.Module()) == said
+
+
+def test_locks_of_a_kernel_are_neither_compared_nor_written() -> None:
+    class Locks(Method):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            layer.workspace = torch.zeros(4, dtype=torch.int32)
+            super().process_weights_after_loading(layer)
+
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    layer, found = quantised(first, Locks())
+    found.check_start()
+    layer.workspace[1] = 7  # a kernel is at work
+    found.check()
+    put(layer, found, second)
+    found.derive()
+    found.check()
+    assert layer.workspace.tolist() == [0, 7, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn])
+def test_a_trial_changes_every_dtype_and_gives_parts_one_global_scale(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(64).to(dtype)
+    fill(tensor)
+    assert len(set(tensor.float().tolist())) > 8, "a method that leaves a tensor as it is would not be told from others"
+    scale = torch.zeros(3)
+    fill(scale, alike=True)
+    assert scale.unique().numel() == 1
+    assert 0 < float(scale[0]) < 1
+
+
+def test_only_some_schemes_of_compressed_tensors_are_known() -> None:
     package = "vllm.model_executor.layers.quantization.compressed_tensors"
     method = type("CompressedTensorsLinearMethod", (), {"__module__": f"{package}.compressed_tensors"})()
     assert is_quantised(method)

@@ -92,7 +92,8 @@ class UnpackedModel:
                 for name, tensor in residents_of(model).items()
                 if layers is None or name.rpartition(".")[0] in layers
             }
-        self.constants = frozenset(_constants(model))
+        unread = (f"{layer.name}.{key}" for layer in self._quantised for key in layer.unread)
+        self.constants = frozenset((*_constants(model), *unread))
 
     @property
     def quantised_bytes(self) -> int:
@@ -246,7 +247,8 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
             return "experts in place"
     raise ConfigError(
         f"{name} transforms its weights in a way that weightcast does not support: {why or type(method).__name__}",
-        hint="use a model in bfloat16 or in fp8 (blocks, tensors, channels or online), or vLLM's own weight transfer",
+        hint="use a model in bfloat16, in fp8 (blocks, tensors, channels or online), or in NVFP4 or MXFP8 for Marlin, "
+        "or vLLM's own weight transfer",
     )
 
 

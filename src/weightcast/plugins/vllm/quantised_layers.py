@@ -1,4 +1,4 @@
-"""Layers that vLLM keeps in fp8: what the loader takes, and what vLLM derives from it for its kernels.
+"""Layers that vLLM keeps in 8 or 4 bits: what the loader takes, and what vLLM derives from it for its kernels.
 
 After loading, vLLM's quantisation method changes a layer: it quantises bfloat16 weights, brings the weights of a fused
 layer to one scale, transposes, pads or packs them, and gives scales to kernels.  This module keeps the form that the
@@ -44,9 +44,20 @@ _EXPERTS = (
     "online.fp8.Fp8PtpcOnlineMoEMethod",
     "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod",
     "compressed_tensors.compressed_tensors_moe.CompressedTensorsW8A8Fp8MoEMethod",  # older versions of vLLM
+    "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod",
+    "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod",
 )
 # Of compressed-tensors, whose method for linear layers hands everything to the layer's scheme.
-_SCHEME = "compressed_tensors.schemes.compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8"
+_SCHEMES = {
+    "compressed_tensors.schemes.compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8",
+    "compressed_tensors.schemes.compressed_tensors_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8",
+    "compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4.CompressedTensorsW4A4Fp4",
+}
+_PACKED_FORMATS = re.compile(r"(?i)nvfp4|mxfp8|w4a4fp4")
+_MARLIN = re.compile(r"vllm\.model_executor\.kernels\.linear\.(nvfp4|mxfp8)\.marlin\.Marlin\w+")
+# Scales of activations, which Marlin computes without; a checkpoint for weights alone has none.
+_UNREAD = ("w13_input_global_scale", "w2_input_global_scale")
+_SCRATCH = {"workspace"}  # locks of Marlin, all zero between two steps
 _DONE = "_already_called_process_weights_after_loading"
 _KERNELS = {"moe_kernel", "moe_quant_config"}  # None until a method has processed weights
 _DEEPEST = 8
@@ -63,10 +74,14 @@ def why_refused(method: object, layer: object) -> str:
     """The reason why a layer with this method cannot be updated; empty if it can."""
     scheme = getattr(layer, "scheme", None)
     if type(method).__name__ == "CompressedTensorsLinearMethod":
-        if _name_of(scheme) != _PACKAGE + _SCHEME:
+        if _name_of(scheme).removeprefix(_PACKAGE) not in _SCHEMES:
             return f"the scheme {type(scheme).__name__}"
-        if getattr(scheme, "is_static_input_scheme", False):
+        if getattr(scheme, "is_static_input_scheme", False) or not getattr(scheme, "use_a16", True):
             return f"static scales of activations in {type(scheme).__name__}"
+    elif not getattr(method, "use_a16", True):
+        return f"experts with static scales of activations in {type(method).__name__}"
+    if is_quantised(method) and (other := _other_kernel(method, scheme)):
+        return other
     if getattr(method, "static_input_scales", False):
         return f"experts with static scales of activations in {type(method).__name__}"
     if _name_of(method) == f"{_PACKAGE}fp8.Fp8MoEMethod":
@@ -76,6 +91,21 @@ def why_refused(method: object, layer: object) -> str:
     if getattr(method, "is_scale_e8m0", False):
         return "scales that are powers of two (e8m0)"
     return ""
+
+
+def _other_kernel(method: object, scheme: object) -> str:
+    """The kernel of a packed format if it is not Marlin, with whose packing these formats were tried; else empty."""
+    owner = scheme if type(method).__name__ == "CompressedTensorsLinearMethod" else method
+    if not _PACKED_FORMATS.search(type(owner).__name__):
+        return ""
+    if owner is scheme:
+        kernel: Any = getattr(scheme, "kernel", None)
+        found, marlin = type(kernel).__name__, _MARLIN.fullmatch(_name_of(kernel)) is not None
+    else:
+        backend: Any = getattr(method, "nvfp4_backend", None) or getattr(method, "fp8_backend", None)
+        found = str(getattr(backend, "name", backend))
+        marlin = found == "MARLIN"
+    return "" if marlin else f"{type(owner).__name__} with the kernel {found}, and not Marlin"
 
 
 def check_cache_scales(skipped: Iterable[str]) -> None:
@@ -121,6 +151,7 @@ class QuantisedLayer:
 
     Attributes:
         own_bytes: Memory of the ``loaded`` tensors that are no live parameters.
+        unread: Names of parameters that the layer's kernels do not read, and a checkpoint need not have.
     """
 
     def __init__(
@@ -140,9 +171,10 @@ class QuantisedLayer:
         self._layer = layer
         self._device = device
         self._always = always
+        self.unread = frozenset(key for key in _UNREAD if key in made)
         trial = {key: _made_real(meta, layer, device) for key, meta in made.items()}
-        for tensor in trial.values():
-            fill(tensor)
+        for key, tensor in trial.items():
+            fill(tensor, alike="global_scale" in key)
         derived = self._derived_from(trial)
         live = reach(layer)
         self._check_structure(live, derived)
@@ -166,6 +198,7 @@ class QuantisedLayer:
             path: tensor
             for path, tensor in live.tensors.items()
             if _place(tensor) not in in_place and derived.tensors[path] is not tensor and tensor.numel()
+            if path not in _SCRATCH
         }
         self._check_derived(live, derived)
         self._as_found = {key: tensor_digest(self.loaded[key].data) for key in kept}
@@ -237,8 +270,8 @@ class QuantisedLayer:
 
     def fill_randomly(self) -> None:
         """Gives the loaded form random values that any kernel can compute with."""
-        for tensor in self.loaded.values():
-            fill(tensor)
+        for key, tensor in self.loaded.items():
+            fill(tensor, alike="global_scale" in key)
 
     def _derived_from(self, loaded: Mapping[str, nn.Parameter]) -> Reached:
         """Lets vLLM's own method process a twin of the layer with copies of ``loaded``."""
@@ -298,13 +331,20 @@ class QuantisedLayer:
                 )
 
 
-def fill(tensor: torch.Tensor) -> None:
-    """Fills a tensor of any dtype with random values that are finite and, where they may be scales, positive."""
+def fill(tensor: torch.Tensor, *, alike: bool = False) -> None:
+    """Fills a tensor of any dtype with random values that are finite and, where they may be scales, positive.
+
+    ``alike`` gives all elements one value: vLLM warns of layers whose parts have different global scales.
+    """
     data = tensor.data
-    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if alike:
+        data.fill_(float(torch.rand(())) * 1e-3 + 1e-3)
+    elif data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         data.view(torch.uint8).random_(0, 0x70)  # positive, finite, up to 128
     elif data.is_floating_point():
         data.uniform_(1e-3, 2e-3)
+    elif data.dtype == torch.uint8:
+        data.random_(0x40, 0x80)  # pairs of 4 bits, or exponents of scales: from 2**-63 to 1
     else:
         data.zero_()
 
