@@ -62,6 +62,7 @@ from weightcast import WeightUpdater
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.lab.bench.machine import facts
+from weightcast.timeline.tracks import MESSAGES, Timeline
 
 QWEN3_30B_A3B_16: dict[str, Any] = QWEN3_8B | {
     "hidden_size": 2048,
@@ -104,6 +105,7 @@ FEWER_BYTES = 4 << 30
 TOKENS = {"in_place": 600, "retract": 600, "wait": 200, "abort": 600}
 IDLE_PAUSES = ("in_place", "retract")
 TOLERANCE = 1.0  # nats: bfloat16 in two implementations; other weights are several nats off
+WAITS = ("open", "send", "commit", "stall")  # phases in which a row waits for what other rows do
 END_S = 25.0  # kept for ending the servers and for the file
 START_S = 230.0
 OPTIONS = "--max-model-len=8192 --max-num-seqs=64 --cudagraph-capture-sizes 1 2 4 8 16 32"
@@ -150,6 +152,36 @@ class Trainer:
         tiny_tokenizer(folder)
 
 
+def where(timeline: Timeline) -> dict[str, Any]:
+    """Where the time of an update went, so that a slow one can be compared with others.
+
+    Returns:
+        ``spans_ms``: milliseconds of each phase in each row of the timeline, from 1 ms on.  ``between_ms``: the longest
+        times in which no row did anything but wait for others, with the phases before and after.
+    """
+    total: dict[str, float] = {}
+    spans: list[tuple[int, int, str]] = []
+    for track in timeline.tracks:
+        if track.name.startswith(MESSAGES):
+            continue
+        for span in track.spans:
+            name = f"{track.side} {track.name}: {span.name}"
+            total[name] = total.get(name, 0.0) + span.us / 1e3
+            if span.name not in WAITS:
+                spans.append((span.start_us, span.end_us, name))
+    between: list[tuple[float, str, str]] = []
+    end, last = 0, "the begin"
+    for start, stop, name in [*sorted(spans), (timeline.end_us, timeline.end_us, "the end")]:
+        if start > end:
+            between.append(((start - end) / 1e3, last, name))
+        if stop > end:
+            end, last = stop, name
+    return {
+        "spans_ms": {name: round(ms, 2) for name, ms in total.items() if ms >= 1},
+        "between_ms": [(round(ms, 2), before, after) for ms, before, after in sorted(between, reverse=True)[:5]],
+    }
+
+
 class Case:
     """One server and the trainer that updates it."""
 
@@ -174,6 +206,7 @@ class Case:
             kept |= {"update_s": round(ended - began, 4), "stall_s": round(row.stall_s, 5), "proof": row.proof}
             kept |= {"phases": {key: round(value, 5) for key, value in report.phases.items()}, "bytes": report.bytes}
             kept |= {"trainer_peak_bytes": report.peak_extra_bytes, "engine_peak_bytes": row.peak_extra_bytes}
+            kept |= where(report.timeline)
         if self.args.traces is not None:  # the last update of each kind stays
             self.args.traces.mkdir(parents=True, exist_ok=True)
             report.to_perfetto(self.args.traces / f"{re.sub('[^a-z0-9]+', '-', f'{self.run.case} {name}')}.json")
