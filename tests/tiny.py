@@ -60,7 +60,9 @@ def tiny_model(folder: Path, *, family: str = "llama", seed: int = 0, **changes:
 def in_bfloat16(folder: Path) -> None:
     """Rewrite a checkpoint of one file as a release has it; engines' kernels of some layers take no float32."""
     file = folder / "model.safetensors"
-    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    wide = load_file(file)
+    narrow = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in wide.items()}
+    save_file(narrow, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
 

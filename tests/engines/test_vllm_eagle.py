@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import Engine, push, verify
-from tests.engines.eagle_heads import Weights, made
+from tests.engines.eagle_heads import Weights, made, share
 from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.test_vllm_draft import UPDATE
 from tests.engines.vllm_server import greedy_tokens, vllm
@@ -24,8 +24,8 @@ OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 16, "timeout_s": 60.0}
 
 
 def options(weights: Weights, method: str) -> list[str]:
-    """vLLM's options for the head: EAGLE 3 heads here foresee one token, the others two."""
-    config = {"method": method, "model": str(weights.head), "num_speculative_tokens": 1 if method == "eagle3" else 2}
+    """vLLM's options for the head, which foresees two tokens or three."""
+    config = {"method": method, "model": str(weights.head), "num_speculative_tokens": 3 if method == "eagle3" else 2}
     return ["--speculative-config", json.dumps(config)]
 
 
@@ -52,11 +52,6 @@ def _counted(engine: Engine) -> tuple[int, int]:
     return int(accepted), int(tried)
 
 
-def share(counts: list[tuple[int, int]]) -> float:
-    """The accepted share of all tokens that a head has tried."""
-    return sum(accepted for accepted, _ in counts) / sum(tried for _, tried in counts)
-
-
 @pytest.mark.parametrize(
     ("method", "tp"),
     [
@@ -67,7 +62,7 @@ def share(counts: list[tuple[int, int]]) -> float:
     ],
 )
 def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) -> None:
-    a, b, c = (made(tmp_path / name, method, seed) for seed, name in enumerate("abc"))
+    a, b, c = (made(tmp_path / name, method, seed, several=method == "eagle3") for seed, name in enumerate("abc"))
     with vllm(b.model, tmp_path, *options(b, method), tp=tp) as fresh:
         expected = played(fresh)
     with vllm(a.model, tmp_path, *options(a, method), *UPDATE, tp=tp) as engine:
@@ -108,7 +103,9 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
 @pytest.mark.parametrize(("method", "tp"), [("eagle3", 1), ("eagle", 2)])
 def test_a_heads_copy_of_the_embeddings_must_stay_one(tmp_path: Path, method: str, tp: int) -> None:
     # vLLM computes with the model's embeddings in the place of such a copy, also once the two differ.
-    a, b = (made(tmp_path / name, method, seed, copies=True) for seed, name in enumerate("ab"))
+    a, b = (
+        made(tmp_path / name, method, seed, copies=True, several=method == "eagle3") for seed, name in enumerate("ab")
+    )
     other = b.tensors | {"embed_tokens.weight": b.tensors["embed_tokens.weight"].flip(0).contiguous()}
     without = {name: tensor for name, tensor in b.tensors.items() if name != "embed_tokens.weight"}
     with vllm(b.model, tmp_path, *options(b, method), tp=tp) as fresh:
@@ -134,7 +131,7 @@ def test_a_heads_copy_of_the_embeddings_must_stay_one(tmp_path: Path, method: st
 
 @pytest.mark.engine_full
 def test_a_head_that_is_kept_is_named(tmp_path: Path) -> None:
-    a, b = (made(tmp_path / name, "eagle3", seed) for seed, name in enumerate("ab"))
+    a, b = (made(tmp_path / name, "eagle3", seed, several=True) for seed, name in enumerate("ab"))
     with vllm(a.model, tmp_path, *options(a, "eagle3")) as engine:
         tokens, counts = played(engine)
         assert share(counts) > 0.4

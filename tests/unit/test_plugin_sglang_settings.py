@@ -59,7 +59,8 @@ DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/he
     [
         ({}, "0.5.23", True),
         ({"speculative_algorithm": "EAGLE"}, "0.5.23", True),
-        ({}, "0.5.17", False),
+        ({}, "0.5.17", True),
+        ({}, "0.5.20", False),
         ({"speculative_algorithm": "STANDALONE"}, "0.5.23", False),
         ({"speculative_algorithm": "NGRAM"}, "0.5.23", False),
         ({"speculative_draft_model_path": "/model"}, "0.5.23", False),

@@ -10,7 +10,7 @@ from typing import Any
 
 from weightcast.errors import ConfigError
 
-_WITH_DRAFT = ("0.5.23",)  # versions of SGLang in which drafts were tried
+_WITH_DRAFT = ("0.5.17", "0.5.23")  # versions of SGLang in which drafts were tried
 
 
 def _set(name: str, *off: object) -> Callable[[Any], bool]:
@@ -36,7 +36,7 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("quantize_and_serve"), "quantised weights (--quantize-and-serve)", "serve the model unquantised"),
     (
         lambda args: bool(getattr(args, "speculative_algorithm", None)) and not has_draft(args),
-        "a draft model (--speculative-algorithm) other than EAGLE or EAGLE3 with a checkpoint of its own, in 0.5.23",
+        "a draft model (--speculative-algorithm) other than EAGLE or EAGLE3 with a checkpoint of its own",
         "start SGLang without it",
     ),
     (_set("speculative_token_map"), "a table of a draft's words (--speculative-token-map)", "start SGLang without it"),

@@ -48,8 +48,6 @@ class LoadedModels:
         Raises:
             ConfigError: This kind of draft cannot be updated.
         """
-        from vllm.model_executor.model_loader.utils import get_draft_load_config
-
         speculative = vllm_config.speculative_config
         check_draft(speculative)
         in_checkpoint = speculative.method == "mtp"
@@ -58,9 +56,7 @@ class LoadedModels:
                 "the draft has a checkpoint of its own, and weightcast updates MTP layers of the model's only",
                 hint='leave "draft" out of --additional-config',
             )
-        checkpoint = CheckpointSpecs(
-            _DraftConfig(speculative.draft_model_config, get_draft_load_config(vllm_config)), draft
-        )
+        checkpoint = CheckpointSpecs(_DraftConfig(speculative.draft_model_config, _load_config(vllm_config)), draft)
         if checkpoint.dummy:
             raise ConfigError(
                 "a draft model with random weights (--load-format dummy) cannot be updated",
@@ -214,6 +210,15 @@ class LoadedModels:
         return found
 
 
+def _load_config(vllm_config: Any) -> Any:
+    """With which vLLM loads a draft."""
+    try:
+        from vllm.model_executor.model_loader.utils import get_draft_load_config
+    except ImportError:  # version 0.25.1
+        return vllm_config.speculative_config.draft_load_config or vllm_config.load_config
+    return get_draft_load_config(vllm_config)
+
+
 def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
@@ -258,6 +263,19 @@ def _picked(
             f"the MTP layers cannot be told from the model's: {what}", hint='leave "draft" out of --additional-config'
         )
     return found
+
+
+def draft_model_of(runner: Any) -> nn.Module | None:
+    """The draft model of one of vLLM's model runners; None if an update can reach none."""
+    find = getattr(runner, "get_draft_model", None)
+    if find is not None:
+        return find()
+    # Version 0.25.1 has no such method; its second runner has a speculator in the place of a drafter.
+    proposer = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    draft: Any = getattr(proposer, "model", None)
+    if not isinstance(draft, nn.Module) and hasattr(draft, "unwrap"):
+        draft = draft.unwrap()  # from what captures its CUDA graphs
+    return draft if isinstance(draft, nn.Module) else None
 
 
 def check_draft(speculative: Any) -> None:

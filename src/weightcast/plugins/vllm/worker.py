@@ -33,7 +33,7 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
-from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft
+from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.lost_ends import end_vllm
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
@@ -319,8 +319,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _add_draft(self, runner: Any) -> None:
         """Makes the draft a part of what an update writes; its checkpoint is read once vLLM has loaded it."""
-        find = getattr(runner, "get_draft_model", None)
-        draft = find() if find is not None else None
+        draft = draft_model_of(runner)
         if draft is None:
             raise ConfigError(
                 "this vLLM has no draft model that an update can reach", hint='leave "draft" out of --additional-config'

