@@ -186,6 +186,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--pid", type=int, help="process number that every rank says it has, as in a container")
     parser.add_argument("--places", type=Host.read, nargs="+", default=(), help="the host of each rank, as JSON")
+    parser.add_argument("--host-id", help="id of the host that it says it runs on")
     parser.add_argument("--elsewhere", type=int, help="a rank that says it is on another host")
     parser.add_argument("--stranger", type=int, help="a rank that runs as another user")
     parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
@@ -207,7 +208,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )
     weights = toy_weights(seed=args.seed, rows=args.rows)
-    hosts, names = [host_id()] * args.tp, ["here"] * args.tp
+    here = args.host_id or host_id()
+    hosts, names = [here] * args.tp, ["here"] * args.tp
     if args.places:
         hosts, names = [place.id for place in args.places], [place.name for place in args.places]
     if args.elsewhere is not None:
@@ -215,7 +217,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     facts = EngineFacts(
         engine="toy 1",
         model="toy",
-        host_id=host_id(),
+        host_id=here,
         ranks=tuple(
             RankInfo(
                 rank=rank,

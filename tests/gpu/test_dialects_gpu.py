@@ -31,7 +31,11 @@ IPC = [
     pytest.param("ipc", ["cuda:0"], "cuda:0", 1, id="ipc, 1 GPU"),
     pytest.param("ipc", ["cuda:0", "cuda:1"], "cuda:0", 2, id="ipc, fsdp2 to tp2", marks=needs(2)),
 ]
-NCCL = [pytest.param("broadcast", ["cuda:0"], "cuda:1", 1, id="nccl, 1+1", marks=needs(2))]
+NCCL = [
+    pytest.param("broadcast", ["cuda:0"], "cuda:1", 1, id="nccl, 1+1", marks=needs(2)),
+    # NCCL takes the two for different machines', so they may share the GPU.
+    pytest.param("broadcast", ["cuda:0"], "cuda:0", 1, id="nccl, 1 GPU"),
+]
 
 
 def make_model(folder: Path, *, seed: int) -> Path:
@@ -67,31 +71,46 @@ def sent(model: Path, *, negated: bool = False) -> dict[str, str]:
     return {name: tensor_digest(tensor.neg() if negated else tensor) for name, tensor in tensors.items()}
 
 
-@contextmanager
-def serve(dialect: str, model: Path, *, device: str, tp: int) -> Iterator[str]:
-    process = subprocess.Popen(
+def start(dialect: str, model: Path, *, device: str, tp: int, host: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [
             *(sys.executable, "-m", "tests.gpu.dialect_engine", dialect, str(model), "--port=0", "--staging=none"),
             *(f"--tp={tp}", f"--device={device}", "--dtype=bfloat16", "--max-len=256"),
         ],
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | ({"NCCL_HOSTID": host} if host else {}),
     )
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """The URL of an engine, when it serves."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("serving"):
+            break
+    assert "".join(lines[-1:]).startswith("serving"), "".join(lines)
+    return next(word for word in lines[-1].split() if word.startswith("http://"))
+
+
+@contextmanager
+def serve(*dialects: str, model: Path, device: str, tp: int = 1, apart: bool = False) -> Iterator[list[str]]:
+    """The reference engine in some dialects; with ``apart`` NCCL takes each for another machine's."""
+    hosts = [dialect if apart else "" for dialect in dialects]
+    processes = [
+        start(dialect, model, device=device, tp=tp, host=host) for dialect, host in zip(dialects, hosts, strict=True)
+    ]
     try:
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if line.startswith("serving"):
-                break
-        assert "".join(lines[-1:]).startswith("serving"), "".join(lines)
-        yield next(word for word in lines[-1].split() if word.startswith("http://"))
+        yield [url_of(process) for process in processes]
     finally:
-        process.terminate()
-        process.wait(timeout=60)
-        assert process.stderr is not None
-        process.stderr.close()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=60)
+            assert process.stderr is not None
+            process.stderr.close()
 
 
 @pytest.mark.parametrize(("transport", "trainer", "device", "tp"), [*IPC, *NCCL])
@@ -100,8 +119,10 @@ def test_engine_keeps_exactly_what_was_sent(
     dialect: str, transport: str, trainer: list[str], device: str, tp: int, models: tuple[Path, Path]
 ) -> None:
     a, b = models
+    apart = transport == "broadcast" and device in trainer
     options = {"engine": dialect, "transport": transport, "dtype": "bfloat16", "bucket_bytes": BUCKET_BYTES}
-    with serve(dialect, a, device=device, tp=tp) as url:
+    options |= {"apart": int(apart)}
+    with serve(dialect, model=a, device=device, tp=tp, apart=apart) as [url]:
         assert digests(url) == sent(a)
         # The second update sends the negative of the first, from other memory.
         for model, versions, negated in ((b, "1,2", True), (b, "3", False), (a, "4", False)):
@@ -120,7 +141,7 @@ def test_killed_trainer_leaves_an_engine_that_the_next_one_makes_whole(
 ) -> None:
     a, b = models
     options = {"engine": dialect, "transport": transport, "dtype": "bfloat16", "bucket_bytes": BUCKET_BYTES}
-    with serve(dialect, a, device=device, tp=tp) as url:
+    with serve(dialect, model=a, device=device, tp=tp) as [url]:
         doomed = start_trainer(trainer, [url], model=b, versions="1", die_after=3, **options)
         for process in doomed:
             process.communicate(timeout=240)
@@ -130,3 +151,18 @@ def test_killed_trainer_leaves_an_engine_that_the_next_one_makes_whole(
         answer = train(trainer, [url], model=b, versions="2", **options)
         assert answer["ok"], answer
         assert digests(url) == sent(b)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:1", marks=needs(2)), "cuda:0"])
+def test_stock_engines_of_two_kinds_are_updated_by_nccl_in_cells_of_their_own(
+    device: str, models: tuple[Path, Path]
+) -> None:
+    a, b = models
+    options = {"transport": "broadcast", "dtype": "bfloat16", "bucket_bytes": BUCKET_BYTES, "cell_ranks": 1, "apart": 1}
+    with serve("sglang", "lmdeploy", model=a, device=device, apart=True) as urls:
+        assert [digests(url) for url in urls] == [sent(a)] * 2
+        answer = train(["cuda:0"], urls, model=b, versions="1,2,3", between="moved", **options)
+        assert answer["ok"], answer
+        assert answer["cells"] == [[url] for url in urls]
+        assert [report["resent_bytes"] for report in answer["reports"]] == [0, 0, 0]
+        assert [digests(url) for url in urls] == [sent(b)] * 2

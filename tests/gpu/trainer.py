@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.gpu.elsewhere import claim_other_gpus
 from tests.gpu.memory import held_bytes
 from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
@@ -91,10 +92,16 @@ def main() -> None:
     parser.add_argument("--direct-by", default="auto")
     parser.add_argument("--keep-mapped", type=int, default=0)
     parser.add_argument("--backend", default="nccl", help="gloo where ranks share a GPU")
+    parser.add_argument("--cell-ranks", type=int, default=64)
+    parser.add_argument("--apart", type=int, default=0, help="1: its GPUs are none of the engines', as far as it knows")
     parser.add_argument("--between", default="", help="moved: every weight gets other memory after an update; released")
     args = parser.parse_args()
     device = torch.device(args.device)
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if args.apart:
+        claim_other_gpus()
+        os.environ["NCCL_HOSTID"] = f"trainer-{args.rank}"
     if args.world > 1:
         dist.init_process_group(
             args.backend,
@@ -128,6 +135,7 @@ def main() -> None:
             progress=progress,
             direct_by=args.direct_by,
             keep_mapped=bool(args.keep_mapped),
+            cell_ranks=args.cell_ranks,
         ) as updater:
             for version in versions:
                 reports.append(updater.update(version=version))
@@ -138,7 +146,7 @@ def main() -> None:
                     updater.release()
                 if args.between == "moved":
                     move(model)
-        result = {"ok": True}
+        result = {"ok": True, "cells": updater.cells}
     except WeightcastError as error:
         result = {"ok": False, "error": type(error).__name__, "text": str(error)}
     if held:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.clock import PATIENCE_S
-from weightcast.comm.group_moves import Move
+from weightcast.comm import update_group
+from weightcast.comm.group_moves import Move, call_apart, start_moves
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.errors import DeadlineExceeded
@@ -137,3 +138,73 @@ def test_an_abort_ends_the_receives_of_an_engine_rank(sides):
         waiting.result(timeout=PATIENCE_S)
     with pytest.raises(GroupFailed):
         sides.members[2].start_moves((), [Move(0, torch.zeros(8, dtype=torch.uint8))])
+
+
+# -- batches of NCCL, which are begun on threads of their own
+
+
+class OnGpu:
+    """The part of a member that tells it how to start messages; they go by gloo all the same."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[int] = []
+        self.blocked = threading.Event()
+        self.holds_up = False
+
+        def start_apart(group, device, sends, receives, tags, look):
+            return call_apart(lambda: self._start(group, sends, receives, tags), look)
+
+        monkeypatch.setattr(update_group, "start_apart", start_apart)
+
+    def _start(self, group, sends, receives, tags):
+        self.threads.append(threading.get_ident())
+        if self.holds_up:  # as NCCL does where the other member does not come
+            self.blocked.wait(PATIENCE_S)
+        return start_moves(group, CPU, sends, receives, tags)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch) -> Iterator[OnGpu]:
+    found = OnGpu(monkeypatch)
+    yield found
+    found.blocked.set()
+
+
+def start_on_gpu(member: UpdateGroup, sends: list[Move], timeout_s: float = LONG_S) -> list:
+    """Starts messages as a member does whose device is a GPU."""
+    device, member.device = member.device, torch.device("cuda", 0)
+    before, member._timeout_s = member._timeout_s, timeout_s
+    try:
+        return member.start_moves(sends)
+    finally:
+        member.device, member._timeout_s = device, before
+
+
+def test_a_batch_of_nccl_is_begun_on_a_thread_of_its_own(sides, on_gpu):
+    data = torch.zeros(8, dtype=torch.uint8)
+    receives = sides.members[2].start_moves((), [Move(0, data)])
+    works = start_on_gpu(sides.members[0], [Move(2, filled(7, 8))])
+    sides.members[0].finish_moves(works, what="bucket 0", timeout_s=LONG_S)
+    sides.members[2].finish_moves(receives, what="bucket 0", timeout_s=LONG_S)
+    assert data.tolist() == [7] * 8
+    assert on_gpu.threads not in ([], [threading.get_ident()])
+
+
+def test_a_batch_that_fails_says_so_where_it_was_wanted(sides, on_gpu):
+    with pytest.raises(GroupFailed, match="group g: "):
+        start_on_gpu(sides.members[0], [Move(17, filled(7, 8))])
+
+
+def test_a_member_that_does_not_come_to_the_first_message_is_not_waited_for_without_end(sides, on_gpu):
+    on_gpu.holds_up = True
+    with pytest.raises(DeadlineExceeded, match="a connection to another member"):
+        start_on_gpu(sides.members[0], [Move(2, filled(7, 8))], timeout_s=0.2)
+    assert not sides.members[0].alive
+
+
+def test_an_abort_elsewhere_ends_the_wait_for_the_first_message(sides, on_gpu):
+    on_gpu.holds_up = True
+    waiting = sides.pool.submit(start_on_gpu, sides.members[1], [Move(2, filled(7, 8))])
+    sides.members[0].abort("an engine refused")
+    with pytest.raises(GroupFailed, match=r"an engine refused|closed"):
+        waiting.result(timeout=PATIENCE_S)

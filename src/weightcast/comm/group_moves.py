@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
 
+from weightcast.runtime import blocking_threads
+
+_POLL_S = 0.05
 _TAGS = 1 << 29  # below the tag by which a group hangs up
 
 
@@ -56,3 +60,42 @@ def start_moves(
     works = [group.recv([data], peer, tags.of_receive(peer)) for peer, data in receives]
     works += [group.send([data], peer, tags.of_send(peer)) for peer, data in sends]
     return works
+
+
+def start_apart(
+    group: Any,
+    device: torch.device,
+    sends: Sequence[Move],
+    receives: Sequence[Move],
+    tags: Tags,
+    look: Callable[[], None],
+) -> list[Any]:
+    """As ``start_moves`` on a GPU, but on a thread of its own; ``look`` is called while it waits, and may raise.
+
+    NCCL connects two members at their first message, and waits for the other one with no deadline.  And torch counts
+    the batches that a thread has begun: one that fails would hold up each later call of NCCL on the caller's thread, in
+    other groups too.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def start() -> list[Any]:
+        with torch.cuda.stream(stream):
+            return start_moves(group, device, sends, receives, tags)
+
+    return call_apart(start, look)
+
+
+def call_apart(call: Callable[[], list[Any]], look: Callable[[], None]) -> list[Any]:
+    """Calls a function on a thread that is left behind if ``look`` raises; returns or raises what it does."""
+    made = Future[list[Any]]()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:  # noqa: BLE001  the caller raises it
+            made.set_exception(error)
+
+    blocking_threads.start(run, name="weightcast-start-moves")
+    while wait([made], _POLL_S).not_done:
+        look()
+    return made.result()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weightcast.comm import told_words
 from weightcast.comm.abort_notice import AbortNotice
-from weightcast.comm.group_moves import Move, Tags, start_moves
+from weightcast.comm.group_moves import Move, Tags, start_apart, start_moves
 from weightcast.comm.relays import Relay, chains
 from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, relay_of, with_token
 from weightcast.comm.watchdog import groups_that_end_nothing
@@ -66,6 +66,7 @@ def backend_for(device: torch.device) -> BackendName:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+# Over 350 lines: the group, its store and an abort are read and changed together.
 class UpdateGroup:
     """One member's end of the group.
 
@@ -101,8 +102,9 @@ class UpdateGroup:
                 ``tcp://host:port`` with the group's name as prefix.  Then no first byte is broadcast: with nccl, an
                 absent member shows only at the first broadcast.
             tells: Bytes for members that tell nothing themselves (empty bytes).  These read them with ``told``, and
-                hear of each other's aborts through the store, since not every two of them exchange messages.  None in
-                a group in which nobody tells anything.
+                hear of aborts through the store, since not every two of them exchange messages.  None in a group in
+                which nobody tells anything.  On GPUs all members hear of aborts so: NCCL does not notice that a peer in
+                the same machine has aborted.
             relays: True if the head says afterwards, with ``set_relays``, where this engine rank stands in its chain.
 
         Raises:
@@ -118,6 +120,7 @@ class UpdateGroup:
         self.relay = Relay()
         self._store: dist.Store | None = None
         self._notice: AbortNotice | None = None
+        self._timeout_s = timeout_s
         self._tags = Tags()
         # Creating a gloo group, and the first collective of an nccl one, block inside torch with no deadline that we
         # control.  So they run on a thread that can be left behind.  That thread first waits for the others in small
@@ -136,8 +139,9 @@ class UpdateGroup:
                     prefixed = with_token(base, token)
                     if tells is not None:
                         told_words.tell(prefixed, rank, tells)
-                        if not tells:
-                            self._store, self._notice = prefixed, AbortNotice(prefixed)
+                        self._store = None if tells else prefixed
+                    if tells == b"" or device.type == "cuda":
+                        self._notice = AbortNotice(prefixed)
                     self._meet(prefixed, deadline, timeout_s)
                     if tells is not None and rank == 0:
                         told_words.publish(prefixed, world_size)  # before the first byte, for which the others wait
@@ -274,11 +278,27 @@ class UpdateGroup:
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def start_moves(self, sends: Sequence[Move], receives: Sequence[Move] = ()) -> list[Any]:
-        """Starts messages to and from other members and returns handles for ``finish_moves``."""
+        """Starts messages to and from other members and returns handles for ``finish_moves``.
+
+        Raises:
+            DeadlineExceeded: On GPUs, a member did not come to the first message within the deadline of the rendezvous.
+            GroupFailed: A peer died or the group was aborted.
+        """
         group = self._check()
+        deadline = time.monotonic() + self._timeout_s
+
+        def look() -> None:
+            self._check()
+            self._look_for_abort()
+            if time.monotonic() > deadline:
+                raise self._waited(self._timeout_s, "a connection to another member")
+
         try:
+            if self.device.type == "cuda":
+                return start_apart(group, self.device, sends, receives, self._tags, look)
             return start_moves(group, self.device, sends, receives, self._tags)
         except RuntimeError as error:
+            self._check()  # an abort is the better reason
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def finish_moves(self, works: Sequence[Any], *, what: str, timeout_s: float) -> None:
@@ -314,8 +334,7 @@ class UpdateGroup:
                 self._look_for_abort()
         self._check()
         if errors and time.monotonic() > deadline:
-            self.abort(f"waited {timeout_s:g} s for {what}")
-            raise DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
+            raise self._waited(timeout_s, what)
         if errors:
             self.abort(first_line(errors[0]))
             raise GroupFailed(f"group {self.name}: {first_line(errors[0])}")
@@ -366,6 +385,11 @@ class UpdateGroup:
             hint=WHERE_TO_LOOK,
         )
 
+    def _waited(self, timeout_s: float, what: str) -> DeadlineExceeded:
+        """Aborts after a wait; returns the error."""
+        self.abort(f"waited {timeout_s:g} s for {what}")
+        return DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
+
     def _look_for_abort(self) -> None:
         """Aborts if another member has, as far as the store has said."""
         why = self._notice.heard() if self._notice is not None and self._group is not None else ""
@@ -399,8 +423,7 @@ class UpdateGroup:
             self._check()
             self._look_for_abort()
             if time.monotonic() > deadline:
-                self.abort(f"waited {timeout_s:g} s for {what}")
-                raise DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
+                raise self._waited(timeout_s, what)
             backoff.sleep()
         self._check()
         try:

@@ -241,7 +241,7 @@ class Channel:
             if unique_id and isinstance(link.adapter, Storing):
                 for key, value in link.adapter.stored(unique_id).items():
                     cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
-        refused = threading.Event()
+        refused, on_gpu = threading.Event(), self._device.type == "cuda"
         deadline = time.monotonic() + self._timeout_s  # engines start later, so their deadlines end later
         joining = [link for link in self._links if link.members]
         joins = event_loop.submit(
@@ -285,7 +285,7 @@ class Channel:
                 self._group = UpdateGroup(
                     # Gloo waits for the others inside torch and holds its store, so it needs another one than ours.
                     # A store that is asked again later must not be the one that listens.
-                    store=meeting.visit if self._device.type == "cpu" or self._trainers else lambda: meeting.store,
+                    store=(lambda: meeting.store) if on_gpu and self._meeting == "torch" else meeting.visit,
                     name=name,
                     token=token,
                     rank=0,
