@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from typer.testing import CliRunner, Result
 
 from tests.harness import (
     SMALL_BUCKETS,
@@ -24,8 +27,10 @@ from tests.harness import (
     set_shards,
     trainer_of,
 )
+from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast import UpdateFailed, WeightUpdater
+from weightcast.cli.app import app
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.exporters import gather
@@ -286,6 +291,39 @@ def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
         assert report.ok
         assert report.resent_bytes == 0
         assert serves_whole(back) == version
+
+
+def push_to(urls: list[str], version: int, folder: Path, *options: object) -> Result:
+    """``weightcast push`` of a version's weights by broadcast, in this process."""
+    save_file(toy_weights(seed=version), folder / "model.safetensors")
+    to = [word for url in urls for word in ("--to", url)]
+    words = ["push", folder, *to, "--version", version, "--via", "broadcast", "--bucket-bytes", "30KB", *options]
+    return CliRunner().invoke(app, list(map(str, words)), prog_name="weightcast")
+
+
+@pytest.mark.parametrize(("options", "cells"), [((), [[0, 1, 2]]), (("--cell-ranks", 2), [[0], [1], [2]])])
+def test_the_command_push_divides_engines_into_cells(engines, monkeypatch, tmp_path, options, cells):
+    chosen, found = [engines.one, engines.two, engines.host], list[list[str]]()
+    connect = Channel.connect
+
+    def look(self: Channel) -> None:
+        found.append([link.url for link in self.links])
+        connect(self)
+
+    monkeypatch.setattr(Channel, "connect", look)
+    version = next_version()
+    result = push_to([engine.url for engine in chosen], version, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    assert sorted(found) == sorted([[chosen[number].url for number in cell] for cell in cells])
+    assert [serves_whole(engine) for engine in chosen] == [version] * 3
+
+
+def test_the_command_push_refuses_cells_without_ranks(engines, tmp_path):
+    before = serves_whole(engines.one)
+    result = push_to([engines.one.url], next_version(), tmp_path, "--cell-ranks", 0)
+    assert result.exit_code == 2
+    assert "cell_ranks=0: a cell has at least one engine rank" in result.output
+    assert serves_whole(engines.one) == before
 
 
 class InOrder:

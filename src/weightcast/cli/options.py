@@ -116,6 +116,15 @@ MaxExtraBytes = Annotated[
         show_default=False,
     ),
 ]
+CellRanks = Annotated[
+    int,
+    typer.Option(
+        "--cell-ranks",
+        metavar="N",
+        help="Most engine ranks in one process group of a broadcast. An engine that fails ends its own group alone; "
+        "weights are sent once to each group.",
+    ),
+]
 WireDtype = Annotated[
     str | None,
     typer.Option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this dtype first, such as bfloat16."),

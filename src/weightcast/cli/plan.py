@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import BucketBytes, Json, Traceback, WireDtype
+from weightcast.cli.options import BucketBytes, CellRanks, Json, Traceback, WireDtype
 from weightcast.cli.render import names, parse_size, say, say_json
 from weightcast.errors import ConfigError
 from weightcast.report import format_bytes
@@ -44,9 +44,7 @@ def plan(
     ] = None,
     engines: Annotated[int, typer.Option("--targets", metavar="N", help="Number of engines.")] = 1,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks of each engine.")] = 1,
-    cell_ranks: Annotated[
-        int, typer.Option("--cell-ranks", metavar="N", help="Most engine ranks in one process group.")
-    ] = 64,
+    cell_ranks: CellRanks = 64,
     hosts: Annotated[
         int,
         typer.Option("--hosts", metavar="N", help="Hosts that trainer ranks and engine ranks are spread over, evenly."),
@@ -155,7 +153,10 @@ def _show(result: Plan) -> None:
         f"wire: {format_bytes(result.link_bytes)} into {of_each}{result.engine_ranks} engine "
         f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
-    say(f"broadcast: {_cells(result.cells)}, and the head sends each bucket to each cell")
+    say(
+        f"broadcast: {_cells(result.cells)}; the head sends each bucket to each cell, "
+        f"{format_bytes(len(result.cells) * result.size_bytes)} in all"
+    )
     _show_direct(result)
     for other in result.others:
         if other.engine != result.engine:

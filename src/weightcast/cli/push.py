@@ -15,6 +15,7 @@ from weightcast.cli.options import (
     ApiKeys,
     BucketBytes,
     CaFile,
+    CellRanks,
     CertFile,
     Checkpoint,
     Draft,
@@ -114,6 +115,7 @@ def push(
             help="When one engine fails. raise: end the update. quarantine: continue with the healthy engines.",
         ),
     ] = "raise",
+    cell_ranks: CellRanks = 64,
     allow_older: Annotated[
         bool, typer.Option("--allow-older", help="Accept a version lower than the one served.")
     ] = False,
@@ -205,6 +207,7 @@ def push(
             digest=cast("DigestKind", digest),
             timeout_s=timeout,
             on_failure=cast("OnFailure", on_failure),
+            cell_ranks=cell_ranks,
             allow_older=allow_older,
             rendezvous_host=rendezvous,
             disk_folder=disk_folder,
