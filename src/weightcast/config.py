@@ -154,9 +154,9 @@ class UpdateConfig:
             on any hosts) or ``"auto"`` (the first that works of ``shards``, ``memory``, ``mixed`` and ``messages``).
         keep_mapped: True if the weights stay where they are between updates, so that engine ranks may keep them mapped;
             for ``direct``.  Call ``release`` before the trainer frees or moves them.
-        cell_ranks: Most engine ranks in one process group of ``broadcast`` and of ``direct`` by messages or by relay.
-            Engines beyond it get groups of their own, which fail alone.  An engine is never divided: one with more
-            ranks is a cell by itself.
+        cell_ranks: Most engine ranks in one process group of ``broadcast``, and of ``direct`` by messages, relay or
+            mixed.  Engines beyond it get groups of their own, which fail alone.  An engine is never divided: one with
+            more ranks is a cell by itself.
     """
 
     transport: TransportName = "auto"

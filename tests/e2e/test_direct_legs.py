@@ -290,7 +290,9 @@ def test_trainer_rank_that_is_killed_is_named_with_its_host(places, spread, vict
     check_serves(engines, 0)
 
 
-def lose_an_engine_rank(urls: list[str], version: int, pid: int) -> str:
+def lose_an_engine_rank(
+    urls: list[str], version: int, pid: int, mesh: tuple[int, ...] = (4,), more: dict | None = None
+) -> str:
     def kill(done: int, total: int) -> None:
         seen.append(done)
         if len(seen) == 3:
@@ -298,7 +300,7 @@ def lose_an_engine_rank(urls: list[str], version: int, pid: int) -> str:
 
     seen: list[int] = []
     options = {"bucket_bytes": 100_000, "timeout_s": KILLED_S, "on_failure": "quarantine", "progress": kill}
-    begin(urls, next_version(), (4,), options)
+    begin(urls, next_version(), mesh, options | (more or {}))
     try:
         return go_on(version)
     finally:
@@ -316,3 +318,47 @@ def test_engine_rank_that_is_killed_is_named_and_the_other_engine_is_updated(pla
         assert lost["status"] != "serving"
         assert f"rank {victim} (pid {pid})" in lost["message"], lost
     check_serves([other], version)
+
+
+def cells_of(urls: list[str], options: dict) -> tuple[tuple[str, ...], ...]:
+    begin(urls, next_version(), (4,), options)
+    try:
+        return kept["updater"].cells
+    finally:
+        finish()
+
+
+@pytest.mark.parametrize("direct_by", ["auto", "mixed"])
+def test_ranks_that_get_messages_are_in_cells_and_the_rest_of_one_goes_on(places, job, spread, direct_by) -> None:
+    """All of it in one update: the other cell gets nothing twice, and no bucket of a cell comes more than twice."""
+    alpha, beta, _ = places
+    engine, doomed, rest = engines = spread(alpha, beta), spread(beta), spread(alpha)
+    check_serves([*engines], 0)
+    urls, options = [one.url for one in engines], {"cell_ranks": 2, "direct_by": direct_by}
+    assert job.run(cells_of, urls, options)[0] == ((engine.url,), (doomed.url, rest.url))
+    version, pid = next_version(), doomed.info().ranks[0].pid
+    for text in job.run(lose_an_engine_rank, urls, version, pid, (4,), options):
+        report = json.loads(text)
+        whole, lost, resumed = report["targets"]
+        assert lost["status"] != "serving"
+        assert f"rank 0 (pid {pid})" in lost["message"], lost
+        for row in (whole, resumed):
+            assert (row["proof"], row["version_after"], row["message"]) == ("resident", version, "")
+            assert {by for _, by, _ in legs(row)} == {"memory", "messages"}
+        assert [len(row["notes"]) for row in (whole, resumed)] == [0, 1]
+        assert "buckets came again from bucket" in resumed["notes"][0]
+        assert report["resent_bytes"] <= 2 * 100_000
+    check_serves([engine, rest], version)
+
+
+def test_cell_with_a_rank_that_gets_no_messages_starts_over_without_the_engine_that_failed(places, job, spread) -> None:
+    alpha, beta, gamma = places
+    doomed, rest, apart = engines = spread(alpha, gamma), spread(beta, gamma), spread(gamma)
+    version, pid, options = next_version(), doomed.info().ranks[1].pid, {"cell_ranks": 2}
+    urls = [one.url for one in engines]
+    for text in job.run(lose_an_engine_rank, urls, version, pid, (2, 2), options):
+        lost, *rows = json.loads(text)["targets"]
+        assert f"rank 1 (pid {pid})" in lost["message"], lost
+        for row in rows:
+            assert (row["proof"], row["version_after"]) == ("resident", version), row
+    check_serves([rest, apart], version)

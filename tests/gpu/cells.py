@@ -327,6 +327,7 @@ def check_mixed(fleet: Fleet) -> list[dict[str, Any]]:
         version = fleet.next_version()
         answers = fleet.trainer.update(engines, version, options)
         assert answers[0]["ok"], answers[0]
+        assert answers[0]["cells"] == [[engines[0].url, engines[1].url], [engines[2].url]]
         for engine, row in zip(engines, answers[0]["report"]["targets"], strict=True):
             near, far = (0, 1) if engine.host == ALPHA else (1, 0)
             assert (row["transport"], row["proof"], row["version_after"]) == ("direct", "resident", version), row
