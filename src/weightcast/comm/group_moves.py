@@ -79,8 +79,9 @@ def start_apart(
     stream = torch.cuda.current_stream(device)
 
     def start() -> list[Any]:
-        with torch.cuda.stream(stream):
-            return start_moves(group, device, sends, receives, tags)
+        torch.cuda.set_device(device)  # setting these for a block would end on GPU 0, with a context there
+        torch.cuda.set_stream(stream)
+        return start_moves(group, device, sends, receives, tags)
 
     return call_apart(start, look)
 
