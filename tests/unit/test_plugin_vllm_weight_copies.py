@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
@@ -53,6 +54,14 @@ def test_parameters_that_moved_as_they_are_take_their_references_along() -> None
     view["experts"].bias.data = torch.randn(4)
     with pytest.raises(EngineFailure, match=r"QuantConfig still computes with the old experts\.bias"):
         outside.check()
+
+
+def test_tensors_that_the_compiler_traced_with_have_no_memory_to_look_at() -> None:
+    model = nn.ModuleDict({"experts": Experts("object")})
+    kept = FakeTensorMode().from_tensor(torch.zeros(4))  # as a compiled model keeps them
+    with pytest.raises(RuntimeError, match="data pointer"):
+        kept.untyped_storage().data_ptr()
+    OutsideReferences(model).check()
 
 
 def test_parameter_without_outside_references_may_be_replaced() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from weightcast.errors import ConfigError, EngineFailure
 
@@ -37,7 +39,7 @@ class OutsideReferences:
             if not issubclass(type(candidate), torch.Tensor):
                 continue
             tensor: torch.Tensor = candidate
-            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            if tensor.layout is torch.strided and not tensor.is_meta and not _is_traced(tensor) and tensor.numel():
                 name = names.get(_storage_of(tensor))
                 if name is not None:
                     self._found.append((name, weakref.ref(tensor)))
@@ -160,6 +162,11 @@ def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | Non
     module = model.get_submodule(path)
     tensors: Any = module._parameters if leaf in module._parameters else module._buffers
     return tensors, leaf
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """True for what torch.compile traces with and may keep: it has the device of a tensor, but no memory."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:
