@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,9 +60,10 @@ def test_parameters_that_moved_as_they_are_take_their_references_along() -> None
 def test_tensors_that_the_compiler_traced_with_have_no_memory_to_look_at() -> None:
     model = nn.ModuleDict({"experts": Experts("object")})
     kept = FakeTensorMode().from_tensor(torch.zeros(4))  # as a compiled model keeps them
-    with pytest.raises(RuntimeError, match="data pointer"):
-        kept.untyped_storage().data_ptr()
-    OutsideReferences(model).check()
+    with warnings.catch_warnings():  # a warning or an error, by the version of torch
+        warnings.simplefilter("error")
+        OutsideReferences(model).check()
+    del kept
 
 
 def test_parameter_without_outside_references_may_be_replaced() -> None:
