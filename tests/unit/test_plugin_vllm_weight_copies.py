@@ -59,7 +59,7 @@ def test_parameters_that_moved_as_they_are_take_their_references_along() -> None
 
 def test_tensors_that_the_compiler_traced_with_have_no_memory_to_look_at() -> None:
     model = nn.ModuleDict({"experts": Experts("object")})
-    kept = FakeTensorMode().from_tensor(torch.zeros(4))  # as a compiled model keeps them
+    kept = [FakeTensorMode().from_tensor(torch.zeros(4)), torch._to_functional_tensor(torch.zeros(4))]
     with warnings.catch_warnings():  # a warning or an error, by the version of torch
         warnings.simplefilter("error")
         OutsideReferences(model).check()

@@ -166,7 +166,7 @@ def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | Non
 
 def _is_traced(tensor: torch.Tensor) -> bool:
     """True for what torch.compile traces with and may keep: it has the device of a tensor, but no memory."""
-    return isinstance(tensor, FakeTensor | FunctionalTensor)
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:
