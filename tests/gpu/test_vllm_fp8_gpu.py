@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,9 @@ def test_an_update_is_what_vllm_makes_of_the_same_weights(
             found = unlike(held(server), wanted[index])
             assert not found, f"version {version}: {len(found)} differ: {found[:6]}"
             assert Vllm().answers(server) == answers[index], f"version {version}"
+        said = re.search(r"recorded how (\d+) of (\d+) quantised layers", server.log.read_text(errors="replace"))
+        assert said is not None
+        record("layers recorded, and all", list(map(int, said.groups())))
         record("held", len(wanted[0]))
         record("stall_s", [row["stall_s"] for row in rows])
 

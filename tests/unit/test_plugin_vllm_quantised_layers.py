@@ -116,6 +116,63 @@ def test_what_is_derived_is_what_the_method_derives_and_stays_in_its_place() -> 
     assert addresses(layer) == held
 
 
+class Replays:
+    """Stands in for a recording: launches what ``work`` was, or what it was not."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.moved, self.launched = work, False, 0
+
+    def launch(self) -> bool:
+        self.launched += not self.moved
+        if not self.moved:
+            self.work()
+        return not self.moved
+
+
+class Greedy(Method):
+    """Quantises where the loaded weight is."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight.data.mul_(2)
+        super().process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("method", [Method, Greedy])
+def test_a_recording_derives_what_the_method_derives_and_writes_into_nothing_that_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, method: type[Method]
+) -> None:
+    made: list[Replays] = []
+    monkeypatch.setattr(
+        "weightcast.plugins.vllm.quantised_layers.record", lambda work, *_: made.append(Replays(work)) or made[-1]
+    )
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    layer, found = quantised(first, method())
+    assert found.record(None)
+    found.check_start()
+    launched = made[0].launched
+    for weight, moved in ((second, False), (first, False), (second, True), (first, False)):
+        made[0].moved = moved
+        put(layer, found, weight)
+        found.derive()
+        found.check()
+        assert torch.equal(found.loaded["weight"].data, weight)
+        wanted, _ = loaded(weight.clone(), method())
+        assert torch.equal(layer.weight.view(torch.uint8), wanted.weight.view(torch.uint8))
+    assert made[0].launched == launched + 2, "what has moved is never launched again"
+
+
+def test_a_recording_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    for instead in (None, Replays(lambda: None)):
+        monkeypatch.setattr("weightcast.plugins.vllm.quantised_layers.record", lambda *_, instead=instead: instead)
+        layer, found = quantised(first, Method())
+        assert not found.record(None)
+        found.check_start()
+        put(layer, found, second)
+        found.derive()
+        found.check()
+
+
 def test_a_start_from_other_weights_than_the_checkpoints_is_refused() -> None:
     first = torch.randn(4, 6).bfloat16()
     layer, found = quantised(first, Method())

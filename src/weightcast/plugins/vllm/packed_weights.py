@@ -100,6 +100,18 @@ class UnpackedModel:
         """Memory that the loaded form of quantised layers takes beside the live one."""
         return sum(layer.own_bytes for layer in self._quantised)
 
+    def record(self) -> tuple[int, int]:
+        """Records how quantised layers are derived, once all tensors are where they stay.
+
+        Returns:
+            The number of layers that are recorded, and of all quantised layers.
+        """
+        if not self._quantised:
+            return 0, 0
+        pool = torch.cuda.graph_pool_handle()
+        with torch.no_grad():
+            return sum(layer.record(pool) for layer in self._quantised), len(self._quantised)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Calls the model's own ``load_weights`` on the loaded form."""
         with self._unpacked():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from torch import nn
 from weightcast.digest.copies import bits
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.runtime.recorded_launches import RecordedLaunches, record
 
 _PACKAGE = "vllm.model_executor.layers.quantization."
 _LINEAR = (
@@ -201,6 +202,8 @@ class QuantisedLayer:
             if path not in _SCRATCH
         }
         self._check_derived(live, derived)
+        self._altered = frozenset(self.loaded)
+        self._recorded: RecordedLaunches | None = None
         self._as_found = {key: tensor_digest(self.loaded[key].data) for key in kept}
 
     @contextmanager
@@ -226,9 +229,47 @@ class QuantisedLayer:
         Raises:
             EngineFailure: The result does not fit the live layer any more.
         """
+        if self._targets and not (self._recorded is not None and self._recorded.launch()):
+            self._recorded = None
+            self._derive()
+
+    def record(self, pool: Any) -> bool:
+        """Records ``derive`` for later calls, once all tensors are where they stay; False if that cannot be done.
+
+        vLLM's methods launch a few kernels for each expert, which costs the host many times what it costs the GPU.  The
+        recording must give what vLLM's method gives for random values and then for those that are there, bit by bit.
+
+        Args:
+            pool: As for ``recorded_launches.record``.
+        """
         if not self._targets:
-            return
-        derived = self._derived_from(self.loaded)
+            return True
+        found = {key: tensor.data.clone() for key, tensor in self.loaded.items()}
+        try:
+            self.fill_randomly()
+            random = {key: tensor.data.clone() for key, tensor in self.loaded.items()}
+            self._altered = frozenset[str]()
+            self._derive()
+            self._altered = frozenset(key for key, old in random.items() if not _equal(self.loaded[key], old))
+            del random
+            self.fill_randomly()
+            self._recorded = record(self._derive, [*self.loaded.values(), *self._targets.values()], pool)
+            good = self._recorded is not None
+            for values in ({}, found):
+                for key, value in values.items():
+                    self.loaded[key].data.copy_(value)
+                self.derive()
+                good = good and not self.first_difference()
+        finally:
+            for key, value in found.items():
+                self.loaded[key].data.copy_(value)
+        if not good:
+            self._recorded, self._altered = None, frozenset(self.loaded)
+            self._derive()
+        return good
+
+    def _derive(self) -> None:
+        derived = self._derived_from(self.loaded, self._altered)
         for path, target in self._targets.items():
             tensor = derived.tensors.get(path)
             if tensor is None or not _alike(tensor, target):
@@ -273,8 +314,12 @@ class QuantisedLayer:
         for key, tensor in self.loaded.items():
             fill(tensor, alike="global_scale" in key)
 
-    def _derived_from(self, loaded: Mapping[str, nn.Parameter]) -> Reached:
-        """Lets vLLM's own method process a twin of the layer with copies of ``loaded``."""
+    def _derived_from(self, loaded: Mapping[str, nn.Parameter], altered: Collection[str] | None = None) -> Reached:
+        """Lets vLLM's own method process a twin of the layer.
+
+        It gets copies of the tensors in ``loaded`` that are ``altered``, that is, of those that it writes into; of all
+        by default.
+        """
         twin = object.__new__(type(self._layer))
         inside = vars(twin)
         inside.update(vars(self._layer))
@@ -282,7 +327,10 @@ class QuantisedLayer:
             inside[table] = dict(inside[table])
         inside["_parameters"] = {
             key: tensor for key, tensor in inside["_parameters"].items() if key in self._always
-        } | {key: _like(tensor, tensor.data.clone()) for key, tensor in loaded.items()}
+        } | {
+            key: _like(tensor, tensor.data.clone() if altered is None or key in altered else tensor.data)
+            for key, tensor in loaded.items()
+        }
         inside["_buffers"] = {key: tensor for key, tensor in inside["_buffers"].items() if key in self._always}
         # What vLLM derived must come into being again, also if its method only makes what is not there.
         made = [key for key, value in inside.items() if isinstance(value, torch.Tensor) and key not in self._always]

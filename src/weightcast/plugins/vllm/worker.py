@@ -133,6 +133,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Where vLLM measures what its processes consume, the loaded form of quantised layers is in it already.
         beside = 0 if hasattr(worker, "total_consumed") else self._beside_bytes
         taken = beside + self._stage(cache_bytes - beside, least + least // 16, fixed=fixed)
+        taken += self._record()
         if fixed:
             return cache_bytes
         for account, name in (
@@ -388,6 +389,27 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "weightcast: rank %d stages nothing: an update pauses the engine from its start, "
                 "and an update that fails half way quarantines it",
                 self._rank,
+            )
+        return taken
+
+    def _record(self) -> int:
+        """Records how quantised layers are derived; returns the bytes that the recordings keep for that.
+
+        vLLM's sleep mode allocates from pools of its own, in which nothing is recorded.
+        """
+        if self.device.type != "cuda" or self.model_config.enable_sleep_mode:
+            return 0
+        before = self._taken_bytes()
+        with set_current_vllm_config(self.vllm_config):
+            recorded, layers = self._models.record()
+        taken = self._taken_bytes() - before
+        if layers:
+            log.info(
+                "weightcast: rank %d recorded how %d of %d quantised layers are derived, with %s of memory",
+                self._rank,
+                recorded,
+                layers,
+                gib(taken),
             )
         return taken
 

@@ -1,0 +1,85 @@
+"""Work on a GPU that is recorded once, as a CUDA graph, and launched again as a whole.
+
+Many small launches cost the host far more than the GPU.  A recording reads and writes the memory that its tensors had,
+so it holds only while they stay where they are; and it repeats what the work did once, so work that looks at values on
+the host cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+_POLITE = "thread_local"  # other threads may allocate meanwhile
+
+
+class RecordedLaunches:
+    """Recorded work and the tensors that it reads and writes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor]) -> None:
+        """Holds the graph; ``record`` makes it."""
+        self._graph = graph
+        self._tensors = tuple(tensors)
+        self._places = self._places_now()
+
+    def launch(self) -> bool:
+        """Does the work on the current stream; False, and nothing is done, if one of its tensors has moved."""
+        if self._places_now() != self._places:
+            return False
+        self._graph.replay()
+        return True
+
+    def _places_now(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+
+def record(work: Callable[[], object], tensors: Sequence[torch.Tensor], pool: Any) -> RecordedLaunches | None:
+    """Records work that has already been done at least once, so that its kernels are loaded.
+
+    Args:
+        work: Reads and writes ``tensors``, on the current stream.  What it allocates stays reserved.
+        tensors: All on one CUDA device.
+        pool: From ``torch.cuda.graph_pool_handle()``.  Recordings with the same pool share its memory, so they must not
+            run side by side, and their results must lie in ``tensors``.
+
+    Returns:
+        None if the work waits for the GPU, which says that it looks at values, or if it cannot be captured.
+    """
+    device = tensors[0].device
+    with torch.cuda.device(device):
+        try:
+            with _no_waiting():
+                work()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            return None
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.capture_begin(pool=pool, capture_error_mode=_POLITE)
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            log.warning("weightcast: not recorded, so launched one by one: %s", str(error).splitlines()[0])
+            return None
+    return RecordedLaunches(graph, tensors)
+
+
+@contextmanager
+def _no_waiting() -> Generator[None]:
+    """Lets torch raise where the host would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
