@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from tests.e2e.engines import ENVIRONMENT, Engine, push, status
+from tests.engines import old_lora
+from tests.engines.environment import ROOT
 from tests.engines.test_vllm_cpu import COUNT, SIZES
-from tests.engines.vllm_server import vllm
+from tests.engines.vllm_server import vllm, vllm_command
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
@@ -263,3 +266,23 @@ def test_an_adapter_can_be_taken_out(served: Served) -> None:
     assert engine.client.post(f"{engine.url}/v1/load_lora_adapter", json=body).status_code >= 400
     names = ("bob", "eve", "fay")
     assert {name: says(engine, name) for name in names} == dict.fromkeys(names, expected(bob))
+
+
+@pytest.mark.engine_full
+def test_adapters_beside_a_model_whose_wrappers_hide_their_layers(tmp_path: Path) -> None:
+    # The wrappers of vLLM 0.25 do; there, vLLM did not start.
+    folders = {name: tmp_path / name for name in "AB"}
+    models: dict[str, Any] = {}
+    for seed, (name, folder) in enumerate(folders.items()):
+        models[name] = tiny_model(folder, seed=seed, **SIZES)
+        tiny_tokenizer(folder)
+    parts = (vllm_command(folders["A"], tmp_path, 1)[1]["PYTHONPATH"], ROOT, old_lora.metadata(tmp_path / "metadata"))
+    extra = {"PYTHONPATH": os.pathsep.join(map(str, parts)), "VLLM_PLUGINS": f"weightcast,{old_lora.ENTRY}"}
+    with vllm(folders["A"], tmp_path, *OPTIONS, extra=extra) as engine:
+        alice = adapted(models["A"], seed=1)
+        assert send(engine, alice, "alice").proof == "resident"
+        assert says(engine, "alice") == expected(alice) != expected(models["A"])
+        (row,) = push(folders["B"], [engine], 1, "--bucket-bytes", "64KiB")["targets"]
+        assert (row["proof"], row["not_updated"]) == ("resident", [])
+        assert says(engine, "tiny") == expected(models["B"])
+        assert says(engine, "alice") == expected(adapted(models["B"], seed=1))

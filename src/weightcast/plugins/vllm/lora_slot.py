@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weightcast.errors import EngineFailure, Refused
+from weightcast.plugins.vllm.lora_wrappers import renames_of
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import TensorSpec
 
@@ -171,8 +172,7 @@ def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, 
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    mapper = renames_of(model)
     fused = {
         child: (path, number)
         for path, children in manager.packed_modules.items()
@@ -194,7 +194,11 @@ def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, 
                 f"{spec.name}: adapters of vLLM's {type(layer).__name__} cannot be sent by themselves",
                 hint="adapt linear layers only, or send the merged weights",
             )
-        found[spec.name] = _Place(layer, path, number, is_a)
+        place = _Place(layer, path, number, is_a)
+        other = next((name for name, taken in found.items() if taken.name == place.name), None)
+        if other is not None:
+            raise Refused(f"{spec.name} and {other} have one place in vLLM, {place.name}")
+        found[spec.name] = place
     return found
 
 

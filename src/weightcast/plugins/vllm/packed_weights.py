@@ -24,6 +24,7 @@ from torch import nn
 
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.plugins.vllm.lora_wrappers import without_wrappers
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
 from weightcast.receiver.loader import residents_of
@@ -93,7 +94,8 @@ class UnpackedModel:
                 if layers is None or name.rpartition(".")[0] in layers
             }
         unread = (f"{layer.name}.{key}" for layer in self._quantised for key in layer.unread)
-        self.constants = frozenset((*_constants(model), *unread))
+        with without_wrappers(model):  # as the residents are named
+            self.constants = frozenset((*_constants(model), *unread))
 
     @property
     def quantised_bytes(self) -> int:
@@ -210,6 +212,7 @@ class UnpackedModel:
     def _unpacked(self) -> Generator[None]:
         """Puts the loaded form into the layers.  The model must not compute meanwhile."""
         with ExitStack() as stack:
+            stack.enter_context(without_wrappers(self._model))
             for layer in self._quantised:
                 stack.enter_context(layer.unpacked())
             stack.enter_context(self._unpacked_parts())

@@ -1,0 +1,81 @@
+"""vLLM's LoRA wrappers without vLLM: which of them are taken away while weights load, and which mapper gives names."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from weightcast.errors import Refused
+from weightcast.plugins.vllm.lora_wrappers import renames_of, without_wrappers
+
+
+class Wrapper(nn.Module):
+    """As vLLM 0.25's: the layer is below it, and nothing hands weights on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+
+class HandsOn(Wrapper):
+    """As vLLM 0.32's."""
+
+    def load_weights(self, weights: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    layers: Any = ModuleType("vllm.lora.layers")
+    layers.BaseLayerWithLoRA = Wrapper
+    monkeypatch.setitem(sys.modules, "vllm.lora.layers", layers)
+    inner = nn.Module()
+    inner.qkv_proj, inner.o_proj, inner.norm = Wrapper(nn.Linear(2, 3)), HandsOn(nn.Linear(3, 2)), nn.LayerNorm(2)
+    return nn.ModuleDict({"attn": inner})
+
+
+def names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if name.endswith("weight")]
+
+
+def test_layers_take_the_places_of_wrappers_that_hide_them(model: nn.Module) -> None:
+    wrapped = ["attn.qkv_proj.base_layer.weight", "attn.o_proj.base_layer.weight", "attn.norm.weight"]
+    assert names(model) == wrapped
+    with without_wrappers(model):
+        assert names(model) == ["attn.qkv_proj.weight", "attn.o_proj.base_layer.weight", "attn.norm.weight"]
+    assert names(model) == wrapped
+
+
+def test_wrappers_come_back_after_an_error(model: nn.Module) -> None:
+    before = dict(model.named_modules())
+    with pytest.raises(KeyError), without_wrappers(model):
+        raise KeyError
+    assert dict(model.named_modules()) == before
+
+
+def test_without_lora_nothing_is_looked_for(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.lora.layers")
+    before = names(model)
+    with without_wrappers(model):
+        assert names(model) == before
+
+
+@pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"])
+def test_names_of_fused_projections_are_kept(method: str) -> None:
+    mapper = SimpleNamespace(orig_to_new_stacked={".q_proj": (".qkv_proj", "q")}, **{method: lambda: "names"})
+    assert renames_of(SimpleNamespace(hf_to_vllm_mapper=mapper)) == "names"
+
+
+def test_a_mapper_that_would_fuse_names_is_refused() -> None:
+    mapper = SimpleNamespace(orig_to_new_stacked={".q_proj": (".qkv_proj", "q")})
+    with pytest.raises(Refused, match="fused projections"):
+        renames_of(SimpleNamespace(hf_to_vllm_mapper=mapper))
+
+
+@pytest.mark.parametrize("mapper", [None, SimpleNamespace(orig_to_new_stacked={}), SimpleNamespace()])
+def test_other_mappers_are_used_as_they_are(mapper: object) -> None:
+    assert renames_of(SimpleNamespace(hf_to_vllm_mapper=mapper)) is mapper
