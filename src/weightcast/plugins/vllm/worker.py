@@ -33,6 +33,7 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
+from weightcast.plugins.vllm.cumem import owner_for
 from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.lost_ends import end_vllm
@@ -43,6 +44,7 @@ from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
     EPLB_REFUSED,
     check_replicas,
+    has_sleep_mode,
     maps_weights,
     on_several_hosts,
     rank_among_replicas,
@@ -53,6 +55,7 @@ from weightcast.plugins.vllm.staging_budget import Budget, gib
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
+from weightcast.receiver.staging import mapper_of
 from weightcast.runtime.free_memory import free_host_bytes
 
 # In the tree of vLLM: its worker processes have no handler for others.
@@ -355,12 +358,14 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
             before = self._taken_bytes()
+            maps, owner = place == "device" and maps_weights(self.vllm_config), None
+            if maps and has_sleep_mode(self.vllm_config):
+                owner = owner_for(self.device, mapper_of(self.device))
+                maps = owner is not None
             loader.stage(
-                place,
-                keep_storage=True,
-                in_order=reads_in_order(self.vllm_config),
-                may_move=maps_weights(self.vllm_config),
+                place, keep_storage=True, in_order=reads_in_order(self.vllm_config), may_move=maps, owner=owner
             )
+            before += owner.released_bytes if owner is not None else 0
         except WeightcastError as error:
             log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
             raise
