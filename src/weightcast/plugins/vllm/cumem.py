@@ -75,9 +75,11 @@ class CumemOwner:
             entry.exchanged(0)
             self._module.create_and_map(entry.handle)
             found = entry.memory()
-            tensor.fill_(_SECOND)
-            if not found or not bool((tensor == _SECOND).all()):
+            if not found:  # a write to addresses without memory would end the process
                 raise RuntimeError("vLLM's allocator does not keep the handle of memory where it is expected")
+            tensor.fill_(_SECOND)
+            if not bool((tensor == _SECOND).all()):
+                raise RuntimeError("memory that vLLM's allocator put behind our addresses does not keep what is written")
             mapper.wait()
             mapper.unmap(address, size_bytes)
             mapper.destroy(found)
