@@ -1,10 +1,11 @@
 """Measures what cells cost the sender: one process group over a fleet, or cells of bounded size.
 
-    python benchmarks/cells.py --engines 128 256 --cell-ranks 64 1024 --ways broadcast relay --out FILE
+    python benchmarks/cells.py --engines 128 --cell-ranks 64 1024 --ways broadcast relay --out FILE
 
 Engines are real receivers around a model of a few matrices, many in one process, and have one rank each.  All run on
-this machine, so times are those of all of them on its cores, and only ratios mean anything.  ``copies`` is what the
-kernel has sent on the trainer's TCP sockets, without headers and requests, by the bytes of the model.
+this machine, so times are those of all of them on its cores, and only ratios mean anything.  Run it with low priority:
+hundreds of engines take all of a small machine.  ``copies`` is what the kernel has sent on the trainer's TCP sockets,
+without headers and requests, by the bytes of the model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from weightcast.digest.definition import tensor_digest  # noqa: E402
 from weightcast.lab.bench.synthetic import nested  # noqa: E402
 
 _PER_PROCESS = 32  # a group over 256 ranks has a connection for each two of them
-_ROWS = 24_000  # 6.9 MB with the layers
+_ROWS = 24_000  # 6.5 MB with the layers
 _BUCKET_BYTES = 512 << 10
 _TIMEOUT_S = 300.0
 _TCP_INFO_BYTES = 232
@@ -236,7 +237,7 @@ def run(engines: Sequence[int], ways: Sequence[str], cell_ranks: Sequence[int], 
 def main() -> None:
     """Reads the options and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--engines", type=int, nargs="+", default=[128])
     parser.add_argument("--cell-ranks", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--ways", nargs="+", choices=list(_WAYS), default=["broadcast", "relay"])
     parser.add_argument("--updates", type=int, default=5, help="beside the first one")
