@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tests.clock import PATIENCE_S
 from tests.unit.exports import ALONE, CPU, allocate_slots
 from tests.unit.test_cli_plan import SPECS
 from tests.unit.test_exchange import Post, invited
@@ -188,6 +190,52 @@ def test_a_cell_that_failed_gets_buckets_again_and_the_others_get_none_twice() -
     end.send(bucket(0), PARTS)
     assert firsts(well)[-1] == firsts(again)[-1] == 0
     assert (end.sent_bytes, end.resent_bytes) == (2 * 64, 0)
+
+
+class InTurn(Post):
+    """A group that notes when it is its turn."""
+
+    def __init__(self, name: str, turns: list[str]) -> None:
+        super().__init__(2, [WANTED])
+        self.name, self.turns = name, turns
+
+    def start_moves(self, sends: list[Move]) -> list[Any]:
+        self.turns.append(self.name)
+        return super().start_moves(sends)
+
+    def close(self) -> None:
+        pass
+
+
+def test_every_trainer_rank_sends_to_the_cells_in_one_order(monkeypatch) -> None:
+    """NCCL connects two ranks at their first message: ranks that begin with different cells wait for each other."""
+    met = {name: threading.Event() for name in "cde"}
+    turns: list[list[str]] = [[], []]
+
+    def join(*, name: str, rank: int, **_: object) -> InTurn:
+        after = {"c": "d", "d": "e"}.get(name)  # the first one invited comes about last
+        if after is not None:
+            assert met[after].wait(PATIENCE_S)
+        met[name].set()
+        return InTurn(name, turns[rank])
+
+    monkeypatch.setattr(UpdateGroup, "join", join)
+    head, other = (
+        Exchange(rank=rank, num_trainers=2, device=torch.device("cpu"), timeout_s=PATIENCE_S) for rank in range(2)
+    )
+    first = [invited(3, name) for name in "ab"]
+    for rank, end in enumerate((head, other)):
+        end.use({one: cast(UpdateGroup, InTurn(one.group, turns[rank])) for one in first})
+    again = [invited(3, name) for name in "cde"]  # "b" has failed
+    head.keep("acde")
+    head.use({one: cast(UpdateGroup, InTurn(one.group, turns[0])) for one in again})
+    other.keep("acde")
+    assert other.join(again) == {}
+    for end in (head, other):
+        end.begin()
+        end.send(bucket(0), PARTS)
+    assert turns[0] == turns[1]
+    assert sorted(turns[0]) == list("acde")
 
 
 # -- buckets that are filled again

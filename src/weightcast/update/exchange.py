@@ -75,7 +75,9 @@ class Exchange:
         self._timeout_s = timeout_s
         self._host = host
         self._relays = relays
-        self._cells: dict[str, _Cell] = {}  # by name of their group
+        # By name of their group, in an order that is the same on all ranks: NCCL connects two ranks at their first
+        # message, and ranks that begin with different cells would wait for each other.
+        self._cells: dict[str, _Cell] = {}
         # By the host whose memory the engine ranks read: the packs, and what the ranks want, by number of the kind.
         self._packs: dict[str, Packs] = {}
         self._words: dict[str, tuple[bytes, ...]] = {}
