@@ -33,7 +33,7 @@ def test_contents_change_places_and_addresses_stay(mapper):
     assert bits(live) == old
     assert {name: id(tensor) for name, tensor in live.items()} == objects
     assert stage.mapped_bytes >= live["matrix"].nbytes + live["half"].nbytes
-    addresses, number = {name: tensor.data_ptr() for name, tensor in live.items()}, stage.look(dtypes=True)
+    addresses, number = {name: tensor.data_ptr() for name, tensor in live.items()}, stage.look(forms=True)
     for version in range(5):
         old = bits(live)
         new = write(stage, live)
@@ -45,7 +45,7 @@ def test_contents_change_places_and_addresses_stay(mapper):
                 stage.undo()
                 assert bits(live) == old
         assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
-        assert stage.look(dtypes=True) == number
+        assert stage.look(forms=True) == number
 
 
 def test_what_something_else_refers_to_stays_where_it_is(mapper):

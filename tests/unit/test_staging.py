@@ -305,7 +305,7 @@ def test_numbers_tell_two_placings_apart_and_come_back(exchanging):
     live, stage = exchanging
     seen = []
     for _ in range(6):
-        seen.append((stage.look(dtypes=True), tuple(tensor.data_ptr() for tensor in live.values())))
+        seen.append((stage.look(forms=True), tuple(tensor.data_ptr() for tensor in live.values())))
         assert stage.number == seen[-1][0]
         stage.flip()
     assert len(set(seen)) == len({number for number, _ in seen}) == len({places for _, places in seen}) <= 2
@@ -319,10 +319,10 @@ def test_numbers_tell_two_placings_apart_and_come_back(exchanging):
 
 def test_another_dtype_in_the_same_memory_has_another_number(exchanging):
     live, stage = exchanging
-    number = stage.look(dtypes=True)
+    number = stage.look(forms=True)
     live["half"].data = live["half"].data.view(torch.float16)
     assert stage.look() == number
-    assert stage.look(dtypes=True) != number
+    assert stage.look(forms=True) != number
 
 
 @pytest.mark.parametrize("in_order", [True, False])

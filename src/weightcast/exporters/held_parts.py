@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from weightcast.digest.pieces import Piece
 from weightcast.errors import ConfigError
+from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.box import Box, contains
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSlot, TensorSpec
@@ -43,17 +43,23 @@ class Held(Protocol):
 Local = Callable[[int], Sequence[Held]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Seen:
-    """Tensors as they lie in memory at one moment; ``layout`` stays equal while they are the same, laid out alike."""
+    """Tensors as they lie in memory at one moment.
+
+    Attributes:
+        layout: Stays the same object while the tensors are laid out alike, wherever they lie.
+        place: Stays the same object while they also lie where they lay.
+    """
 
     tensors: list[torch.Tensor]
     layout: object
+    place: TensorPlaces
 
-    @cached_property
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Address of the first element of each, in order."""
-        return tuple(map(torch.Tensor.data_ptr, self.tensors))
+        return self.place.addresses
 
 
 class Watched(Protocol):
@@ -109,7 +115,10 @@ class HeldParts:
 
 class _Nothing:
     def now(self) -> Seen:
-        return Seen([], None)
+        return _NOTHING
+
+
+_NOTHING = Seen([], None, TensorPlaces([]))
 
 
 def is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> bool:

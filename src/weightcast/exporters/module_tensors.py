@@ -24,6 +24,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import Seen
 from weightcast.exporters.local_shard import Placement, ShardOf, placement_of, stored_part, whole_shape
 from weightcast.exporters.names import strip_wrappers
+from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.box import Box
 from weightcast.wire.layout import MAX_DIMS, dtype_name
 
@@ -165,8 +166,10 @@ class WatchedTensors:
         self._kinds: list[str] = []
         self._known: list[dict[str, torch.Tensor]] = []
         self._dictionaries: list[dict[str, torch.Tensor]] = []
-        self._addresses: tuple[int, ...] = ()
-        self._devices: list[torch.device] = []
+        self._marks: list[object] = []
+        self._layout = object()
+        self._places: TensorPlaces | None = None
+        self._earlier: dict[tuple[int, ...], TensorPlaces] = {}
 
     def now(self) -> Seen:
         """The shards as they lie now."""
@@ -175,20 +178,31 @@ class WatchedTensors:
         if self._shard_of is not None:
             names = [self._owner.places[number].name for number in self._numbers]
             marks.append(list(map(self._shard_of, names, tensors)))
-        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-            marks.append([_placing(tensor) for tensor in tensors])
-            with torch.no_grad():
-                tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        seen = Seen(tensors, marks)
-        if not self._devices or seen.addresses != self._addresses:  # no two devices have the same addresses
-            self._addresses, self._devices = seen.addresses, list(map(attrgetter("device"), tensors))
-        marks.append(self._devices)
-        marks += [list(map(read, tensors)) for read in _LAYOUT]
-        whole = list(map(torch.Tensor.is_contiguous, tensors))
-        marks.append(whole)
-        if not all(whole):
-            marks.append(list(map(torch.Tensor.stride, tensors)))
-        return seen
+        kinds = set(map(type, tensors))
+        if all(issubclass(kind, DTensor) for kind in kinds):
+            marks.append(list(map(_spec_of, tensors)))
+            tensors = list(map(_local_of, tensors))
+        elif any(issubclass(kind, DTensor) for kind in kinds):
+            marks.append([_spec_of(one) if isinstance(one, DTensor) else None for one in tensors])
+            tensors = [_local_of(one) if isinstance(one, DTensor) else one for one in tensors]
+        known = self._places
+        lies, alike = known.compare(tensors) if known is not None and marks == self._marks else (False, False)
+        if not alike:
+            self._use(TensorPlaces(tensors), marks)
+        elif not lies:
+            places = TensorPlaces(tensors, like=known)
+            if known is None or not places.same_devices(known):
+                self._use(places, marks)
+            # Memory that is taken away and given back often lies where it lay before.
+            if len(self._earlier) >= _KEPT_PLACES:
+                self._earlier.clear()
+            self._places = self._earlier.setdefault(places.addresses, places)
+        assert self._places is not None
+        return Seen(tensors, self._layout, self._places)
+
+    def _use(self, places: TensorPlaces, marks: list[object]) -> None:
+        self._places, self._marks, self._layout = places, marks, object()
+        self._earlier = {places.addresses: places}
 
     def _find(self) -> list[torch.Tensor]:
         """The tensors as the modules have them now."""
@@ -216,11 +230,9 @@ class WatchedTensors:
         self._known = [attributes[kind] for (_, kind), attributes in modules.items()]
 
 
-_LAYOUT = torch.Tensor.size, attrgetter("dtype")  # for a parameter ``shape`` takes twice as long
-
-
-def _placing(tensor: torch.Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
+_KEPT_PLACES = 16
+_local_of = attrgetter("_local_tensor")  # ``to_local`` takes a hundred times as long
+_spec_of = attrgetter("_spec")  # mesh, placements and whole shape
 
 
 def places_of(

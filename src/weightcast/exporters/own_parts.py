@@ -159,7 +159,7 @@ class OwnMemory:
     """The parts that others read where this rank keeps them.  ``stamp`` stays equal while none of them moves."""
 
     def __init__(self, lying: _Lying, found: Seen) -> None:
-        self.stamp = lying, found.addresses
+        self.stamp = lying, found.place
         self._lying = lying
         self._found = found
 
@@ -217,7 +217,7 @@ class OwnParts:
         steps, found = self._copying, None
         if steps is not None and steps.lent == frozenset(bucket.lent):
             found = steps.watched.now()
-        if steps is None or found is None or found.layout != steps.layout:
+        if steps is None or found is None or found.layout is not steps.layout:
             steps, found = self._plan_copies(bucket.data.device, frozenset(bucket.lent))
             self._copying = steps
         # Of some slots there would be no sum: then all parts are summed where they lie.
@@ -244,9 +244,9 @@ class OwnParts:
             return
         (known, found), self._seen = self._seen, ([], None)
         steps = self._summing
-        if steps is not None and (found is None or known != steps.sources):
+        if steps is not None and (found is None or known is not steps.sources):
             found = steps.watched.now()
-        if steps is None or found is None or found.layout != steps.layout:
+        if steps is None or found is None or found.layout is not steps.layout:
             steps, found = self._plan_sums()
             self._summing = steps
         if steps.views:
@@ -263,10 +263,9 @@ class OwnParts:
         """
         known = self._lying
         found = known.watched.now() if known is not None else None
-        if known is None or found is None or known.served != served or known.layout != found.layout:
+        if known is None or found is None or known.served != served or known.layout is not found.layout:
             views = [(number, self._served_view(self._layout.slots[number], number, box)) for number, box in served]
-            sources = list(dict.fromkeys(view.source for _, view in views))
-            watched = self._held.watch(sources)
+            sources, watched = self._watch(list(dict.fromkeys(view.source for _, view in views)))
             found = watched.now()
             known = self._lying = _Lying(served, sources, watched, found.layout, views)
         return OwnMemory(known, found)
@@ -294,8 +293,9 @@ class OwnParts:
         self, steps: _CopySteps, template: Template, found: Seen, bucket: Bucket, *, summed: bool
     ) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
-        addresses = bucket.data.data_ptr(), *found.addresses
-        return steps.launches.run(addresses, lambda: Placed(template, addresses), summed=summed)
+        address = bucket.data.data_ptr()
+        place = address, found.place
+        return steps.launches.run(place, lambda: Placed(template, (address, *found.addresses)), summed=summed)
 
     def _plan_copies(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
         """The steps that copy the parts into a bucket on a device, wherever it lies."""
@@ -335,12 +335,19 @@ class OwnParts:
                 memories.append((numbers[view.source], 0))
             else:
                 copies.append(copy)
-        watched = self._held.watch(list(wholes))
+        sources, watched = self._watch(list(wholes))
         seen = watched.now()
         template = Template(transfers, memories, device) if transfers else None
         placed = PlacedLaunches(device, len(self._parts))
         computed = _ComputedSums(self._layout, [own for own in rest if own.computed and own.place is not None], device)
-        return _CopySteps(list(wholes), watched, seen.layout, template, placed, copies, rest, computed, lent), seen
+        return _CopySteps(sources, watched, seen.layout, template, placed, copies, rest, computed, lent), seen
+
+    def _watch(self, sources: list[int]) -> tuple[list[int], Watched]:
+        """One and the same watch for the same sources: what is copied and then summed is looked at once."""
+        for steps in (self._copying, self._summing, self._lying):
+            if steps is not None and steps.sources == sources:
+                return steps.sources, steps.watched
+        return sources, self._held.watch(sources)
 
     def _views_of(self, parts: Sequence[OwnPart]) -> list[tuple[_View, torch.Tensor] | None]:
         """Place of each part in a tensor that is watched, and that tensor; None if it is computed or unknown."""
@@ -383,8 +390,7 @@ class OwnParts:
             view, whole = found
             views.setdefault(whole.device, []).append(view)
             places.setdefault(whole.device, []).append(own.place)
-        sources = list(dict.fromkeys(view.source for some in views.values() for view in some))
-        watched = self._held.watch(sources)
+        sources, watched = self._watch(list(dict.fromkeys(view.source for some in views.values() for view in some)))
         seen = watched.now()
         tensors = {device: torch.tensor(some) for device, some in places.items()}
         wholes = dict(zip(sources, seen.tensors, strict=True))
@@ -399,7 +405,7 @@ class OwnParts:
         for device, views in steps.views.items():
             if device in steps.launches:
                 template, launches = steps.launches[device]
-                sums = launches.run(found.addresses, lambda template=template: Placed(template, found.addresses))
+                sums = launches.run(found.place, lambda template=template: Placed(template, found.addresses))
             else:
                 memory = dict(zip(steps.sources, found.tensors, strict=True))
                 sums = partial_sums([view.piece(memory[view.source]) for view in views])

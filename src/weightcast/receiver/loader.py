@@ -228,7 +228,7 @@ class Loader:
             self.staging.abandon()
             self.staging.allocate()
             self._unsafe.clear()
-        self.staging.look(dtypes=True)
+        self.staging.look(forms=True)
         self._arrivals.begin()
         self._held.clear()
         self._loaded.clear()
@@ -242,7 +242,7 @@ class Loader:
         Returns:
             The sums of the live weights if they will be needed, else the parts that a read-back sums, with sums of 0.
         """
-        self.staging.look(dtypes=True)
+        self.staging.look(forms=True)
         self._use(message.plan)
         layouts, runs = message.plan.layouts, message.plan.bucket_runs
         for number, layout in enumerate(layouts):

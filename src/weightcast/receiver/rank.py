@@ -256,7 +256,7 @@ class WeightReceiver:
                 self._check_awake()
                 for check in self._checks:
                     check()
-                self.loader.staging.look(dtypes=True)
+                self.loader.staging.look(forms=True)
                 return self._ack(held=True)
             case Fetch():
                 return self._fetch(message)
@@ -391,7 +391,7 @@ class WeightReceiver:
         if message.rank != self.rank:
             return self._ack()
         check_computed(self.loader.computed)
-        number = self.loader.staging.look(dtypes=True)
+        number = self.loader.staging.look(forms=True)
         if self._given is None or self._given[0] != number:
             self._given = number, self.loader.chunks(self.tp_size)
         chunks = self._given[1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -23,6 +22,7 @@ from weightcast.runtime.cuda_mapper import CudaMapper, can_map
 from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.runtime.mapped_memory import Mapper, Owner
 from weightcast.runtime.streams import wait_for_streams
+from weightcast.runtime.tensor_places import TensorPlaces
 
 Place = Literal["device", "host", "none"]
 _CHUNK_BYTES = 32 << 20
@@ -31,21 +31,18 @@ _HEADROOM = 1.2
 # 2 us, in which a GPU exchanges 1 MiB.  A CPU would exchange 4 KiB.
 _EXCHANGED_BYTES = {"cuda": 1 << 20}
 
-_dtype_of = attrgetter("dtype")
-
 
 @dataclass(slots=True, eq=False)
 class _Placing:
     """Where both sets lie at one time.
 
     Attributes:
-        live: Address of each live parameter.
+        live: Where the live parameters lie.
         exchange: Exchange of the small parameters' contents; None if there are none.
         flipped: The placing after a flip; None if there has been no flip from here.
     """
 
-    live: list[int]
-    dtypes: list[torch.dtype]
+    live: TensorPlaces
     exchange: Exchange | None
     flipped: _Placing | None = None
     number: int = field(default_factory=itertools.count().__next__)
@@ -118,7 +115,7 @@ class Staging:
         self._mapped: MappedSet | None = None
         self._small: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
-        self._placing = _Placing([], [], None)
+        self._placing = _Placing(TensorPlaces([]), None)
         # Progress of a flip: whether contents were exchanged, the number of other steps done, and whether the scratch
         # memory has the old contents of the next.
         self._exchanged = False
@@ -151,7 +148,7 @@ class Staging:
     def free(self) -> None:
         """Frees the set's memory on the device; call ``allocate`` before the next update."""
         self._reset_progress()
-        self._placing = _Placing([], [], None)
+        self._placing = _Placing(TensorPlaces([]), None)
         self._scratch.clear()
         if self.place == "device":
             self._waiting.clear()
@@ -163,7 +160,7 @@ class Staging:
     def abandon(self) -> None:
         """Drops the set while a broadcast may write to it, and keeps it alive; ``allocate`` then gets other memory."""
         self._reset_progress()
-        self._placing = _Placing([], [], None)
+        self._placing = _Placing(TensorPlaces([]), None)
         self._waiting.clear()
 
     def renew(self, names: Collection[str]) -> None:
@@ -185,19 +182,19 @@ class Staging:
         """A number that stays the same as long as both sets lie where they lay; ``look`` finds moved parameters."""
         return self._placing.number
 
-    def look(self, *, dtypes: bool = False) -> int:
-        """Looks where the live parameters lie now, and at their dtypes if asked; returns ``number``."""
+    def look(self, *, forms: bool = False) -> int:
+        """Looks where the live parameters lie now, and at their dtypes and shapes if asked; returns ``number``."""
         now = self._placing
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  its calls take longer
-            moved = now.live != list(map(torch.Tensor.data_ptr, self._tensors))
-        if moved and self._mapped is not None and not self._mapped.in_place():
+            lie, alike = now.live.compare(self._tensors, forms=forms)
+        if not lie and self._mapped is not None and not self._mapped.in_place():
             # Its second copies stay, and contents are exchanged from now on.
             self._exchanged = self._exchanged or self._mapped.exchanged
             self._mapped, self._may_move = None, False
             self._sort()
             self._take_scratch()
             self._placing = self._placed()
-        elif moved or (dtypes and now.dtypes != list(map(_dtype_of, self._tensors))):
+        elif not lie or not alike:
             self._placing = self._placed()
         return self._placing.number
 
@@ -344,19 +341,15 @@ class Staging:
     def _placed(self) -> _Placing:
         """The placing of both sets as they lie now."""
         pairs = [(tensor, self._waiting[name]) for name, tensor in self._small.items() if name in self._waiting]
-        return _Placing(
-            list(map(torch.Tensor.data_ptr, self._tensors)),
-            list(map(_dtype_of, self._tensors)),
-            Exchange(pairs) if pairs else None,
-        )
+        return _Placing(TensorPlaces(self._tensors), Exchange(pairs) if pairs else None)
 
     def _turn(self, before: _Placing) -> None:
         """Goes to the placing after a flip, which is the one before the flip before."""
         if self.moves_contents or self.place == "none" or not self._others:
             return
         if before.flipped is None:
-            live = list(map(torch.Tensor.data_ptr, self._tensors))
-            before.flipped = _Placing(live, before.dtypes, before.exchange, before)
+            live = TensorPlaces(self._tensors, like=before.live)
+            before.flipped = _Placing(live, before.exchange, before)
         self._placing = before.flipped
 
     def _undo_chunks(self) -> None:
