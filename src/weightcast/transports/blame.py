@@ -6,6 +6,7 @@ every engine's failure and raises one error.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -67,6 +68,19 @@ def raise_together(errors: Iterable[BaseException | None]) -> None:
 def try_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> list[BaseException | None]:
     """Runs ``do`` on every link at once, on the event loop, and returns each link's error, in order."""
     return event_loop.run_each([do(link) for link in links])
+
+
+def start_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> list[Future[object]]:
+    """Starts ``do`` on every link; returns once each has sent what it can send without an answer."""
+    started = event_loop.submit([do(link) for link in links])
+    # A caller that keeps the lock of Python for long would keep the loop's thread from sending.
+    event_loop.run(asyncio.sleep(0))
+    return started
+
+
+def wait_each(started: Sequence[Future[object]]) -> None:
+    """Waits for all that was started; raises as ``run_each``."""
+    raise_together([future.exception() for future in started])
 
 
 def run_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> None:

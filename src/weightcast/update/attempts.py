@@ -71,9 +71,12 @@ class Attempts:
                 result = AttemptResult()
                 if head is not None:
                     head.look_ahead()
-                filling = stream.start()
+                filling = stream.begin()
                 if head is not None:
-                    result = head.open(version, filling.plan)
+                    head.begin_open(version, filling.plan)
+                stream.start(filling)
+                if head is not None:
+                    result = head.open(filling.plan)
                     if result.boxes == stream.boxes:
                         result = msgspec.structs.replace(result, boxes=None)
                 result = self._ranks.hear(result)

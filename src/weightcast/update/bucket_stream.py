@@ -214,21 +214,23 @@ class BucketStream:
                 scattered = self._choice.scattered
                 exporter.plan(layouts, self._group, lent=plan.lent, scattered=scattered, copies=copies, sums=sums)
 
-    def start(self) -> Filling:
-        """Begins to fill the buckets of one attempt.  Collective: every trainer rank calls it."""
+    def begin(self) -> Filling:
+        """Begins one attempt, with the weights as they lie now.  Collective: every trainer rank calls it."""
         lent = self._lend()
-        plan = self._plan_of(lent)
         self.exchange.begin()
-        filling = Filling(plan=plan, lent=lent, sources=SourceSums() if self._verifies else None)
+        return Filling(plan=self._plan_of(lent), lent=lent, sources=SourceSums() if self._verifies else None)
+
+    def start(self, filling: Filling) -> None:
+        """Fills the first buckets where no other rank is needed: one on the host, and as many as there are on a GPU.
+
+        The engines open their sessions meanwhile.
+        """
         buckets = self._fill(filling)
-        # With one trainer rank, buckets fill while the engines open their sessions: one on the host, and as many as
-        # there are slots on a GPU, which works asynchronously.
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
         ahead = ahead if self._group.world_size == 1 and not self._num_mapped and not self._is_remote else 0
         first = list(islice(buckets, ahead))
         filling.buckets = chain(first, buckets)
-        return filling
 
     def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> SendPlan:
         names = [tuple(tensors) for tensors in lent]

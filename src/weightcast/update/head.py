@@ -158,8 +158,8 @@ class Head:
         """Asks the targets for their description.  The trainer works on until ``open`` reads the answers."""
         self._asked_at = self._roster.ask(self._active())
 
-    def open(self, version: int, plan: SendPlan) -> AttemptResult:
-        """Probes every active target, opens a session on it, and makes the group."""
+    def begin_open(self, version: int, plan: SendPlan) -> None:
+        """Probes every active target and asks for a session on it; ``open`` waits for the answers."""
         self._failure = None
         self._sessions.begin()
         self._attempts += 1
@@ -169,7 +169,17 @@ class Head:
                 for link in links:
                     self._outcomes[link.url].transport = self._plan.transport_of(link.url).name
                     self._outcomes[link.url].legs = self._plan.legs_to(link)
-                self._sessions.open(links, version, plan.tables, self._verifier.check_opened, self._began)
+                self._sessions.begin_open(links, version, plan.tables, self._verifier.check_opened, self._began)
+            except WeightcastError as error:
+                self._failure = error
+
+    def open(self, plan: SendPlan) -> AttemptResult:
+        """Waits for the sessions that ``begin_open`` asked for, and makes the group."""
+        with self._phase("open"):
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                self._sessions.open()
             except WeightcastError as error:
                 return self._fail(error)
         sums_buckets = self._verifier.open(plan, self._sessions.links)

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exchanging, Transport
-from weightcast.transports.blame import raise_together, run_each
+from weightcast.transports.blame import raise_together, run_each, start_each, wait_each
 from weightcast.transports.cells import Mending
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
@@ -66,6 +67,8 @@ class Sessions:
         self._config = config
         self._transport: Transport | None = None
         self._signature: tuple[object, ...] = ()
+        self._opening: list[Future[object]] = []
+        self._ask: Callable[[], None] = lambda: None
         self._boxes: dict[str, tuple[object, tuple[bytes, ...]]] = {}  # of each target, with its incarnation
 
     def begin(self) -> None:
@@ -83,7 +86,7 @@ class Sessions:
         self.begin()
         self._resent_bytes = 0
 
-    def open(
+    def begin_open(
         self,
         links: Sequence[Link],
         version: int,
@@ -91,29 +94,51 @@ class Sessions:
         check: Callable[[Link, Ack], None],
         began: Callable[[Open], None],
     ) -> None:
-        """Opens a session on every target and makes their group.
+        """Asks every target for a session.  ``open`` waits for the answers; the trainer fills buckets meanwhile.
+
+        If one of the engines has no lease, it asks in ``open``: such an engine is paused while its session is open.
 
         ``check`` gets each target's answer; ``began`` gets the message before it is sent.
         """
         self.links = links
-        transport = self._renew_transport()
+        self._renew_transport()
         message = open_message(self._config, links, version, plan)
         began(message)
 
         async def open_one(link: Link) -> None:
             check(link, await link.open(message))
 
+        def ask() -> None:
+            self._opening = start_each(open_one, links)
+
+        self._ask = ask
+        if all(link.adapter.leased for link in links):
+            ask()
+
+    def open(self) -> None:
+        """Waits until every target has opened its session, and makes their group."""
+        if not self._opening:
+            self._ask()
         try:
-            run_each(open_one, links)
+            wait_each(self._opening)
         finally:
-            for link in links:
-                if link.session:
-                    self._roster.opened(link.url)
+            self._opened()
+        transport = self._transport
         with self._moving():
             if isinstance(transport, Exchanging):
                 transport.invite()
-            else:
+            elif transport is not None:
                 transport.connect()
+
+    def _opened(self) -> None:
+        """Waits for answers to Open that nobody has waited for, and tells the roster whose sessions are open."""
+        if not self._opening:
+            return
+        wait(self._opening)
+        self._opening = []
+        for link in self.links:
+            if link.session:
+                self._roster.opened(link.url)
 
     def wanted_boxes(self) -> tuple[bytes, ...] | None:
         """The boxes that engine ranks want which read trainer ranks' buffers through NIXL; None if no engine does.
@@ -284,6 +309,7 @@ class Sessions:
 
     def abort(self, reason: str) -> None:
         """Ends every open session, and tells the roster which targets kept one whole version."""
+        self._opened()
         if self._transport is not None:
             self._transport.abort(reason)
         self._abort_each([link for link in self.links if link.session], {link.url: reason for link in self.links})
