@@ -54,6 +54,13 @@ def _restore(kind: type[WeightcastError], args: tuple[object, ...], state: dict[
     return error
 
 
+def error_words(error: Exception) -> str:
+    """The text of an error with its hint; with its type where the error is not one of ours."""
+    if not isinstance(error, WeightcastError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error} ({error.hint})" if error.hint else str(error)
+
+
 class ConfigError(WeightcastError):
     """The request cannot work as asked.  Nothing was sent; every engine serves its old weights."""
 

@@ -30,7 +30,7 @@ assert all(old is not new for old, new in zip(before, after))
 import inspect
 public = {{name for name, value in inspect.getmembers(EngineWorkerBase) if inspect.isfunction(value)}}
 assert {{method.__name__ for method in engine_process.METHODS}} <= public
-print(points.version(), len(needed))
+print(points.LMDEPLOY.version(), len(needed))
 """
 
 

@@ -76,14 +76,14 @@ def test_another_backend_is_refused() -> None:
 
 @pytest.mark.parametrize("found", ["0.16.0", "0.19.0"])
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(hook_points, "version", lambda: found)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: found)
     with pytest.raises(ConfigError, match=f"this is LMDeploy {found}") as caught:
         hook_points.check({})
     assert "install LMDeploy 0.18.0" in (caught.value.hint or "")
 
 
 def test_missing_hook_points_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_points, "version", lambda: "0.18.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.18.0")
     needed = {"json:loads": ("s",), "json:dumps": ("obj", "nowhere"), "json:lost": (), "nowhere.at.all:f": ()}
     with pytest.raises(ConfigError) as caught:
         hook_points.check(needed)

@@ -9,7 +9,6 @@ import pytest
 
 from weightcast.errors import ConfigError
 from weightcast.plugins import sglang as plugin
-from weightcast.plugins.sglang import settings
 from weightcast.plugins.sglang.settings import check_settings, has_draft, updates_draft
 from weightcast.plugins.staged_receiver import staging_setting
 
@@ -73,7 +72,7 @@ DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/he
 def test_drafts_that_were_tried_are_taken(
     monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], version: str, taken: bool
 ) -> None:
-    monkeypatch.setattr(settings.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     args = SimpleNamespace(**DRAFT | setting)
     if taken:
         check_settings(args)
@@ -83,7 +82,7 @@ def test_drafts_that_were_tried_are_taken(
 
 
 def test_a_draft_is_kept_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings.importlib.metadata, "version", lambda name: "0.5.23")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.23")
     args = SimpleNamespace(**DRAFT)
     assert has_draft(args)
     assert not updates_draft(args)

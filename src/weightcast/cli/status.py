@@ -11,7 +11,7 @@ from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import ApiKeys, CaFile, CertFile, EngineKind, Json, KeyFile, Traceback, Urls, targets
 from weightcast.cli.render import note, say, say_json, table
 from weightcast.config import Target
-from weightcast.errors import WeightcastError
+from weightcast.errors import WeightcastError, error_words
 from weightcast.report import format_bytes, one_line
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def status(
         say(table(_HEADERS, [_row(target, answer) for target, answer in zip(found, answers, strict=True)]))
         for target, answer in zip(found, answers, strict=True):
             if isinstance(answer, WeightcastError):
-                note(f"error: {one_line(str(answer))}{f' ({one_line(answer.hint)})' if answer.hint else ''}")
+                note(f"error: {one_line(error_words(answer))}")
             elif answer.message:
                 note(f"{target.url}: {one_line(answer.message)}")
     if not ok:

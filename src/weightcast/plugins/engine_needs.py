@@ -1,21 +1,103 @@
-"""Looks for the functions, classes and attributes that our code needs of an engine."""
+"""Checks an engine against what our code needs of it: version, functions, classes, attributes and settings."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from weightcast.errors import ConfigError
 
-def unmet(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns the functions and classes, as ``module:path``, that are missing or have other parameters, in words."""
-    return [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+# A setting that is refused: whether the engine's options have it, its name, and what to do.
+RefusedSetting = tuple[Callable[[Any], bool], str, str]
 
 
-def unmet_attributes(found: object, names: Iterable[str]) -> list[str]:
-    """The attributes that one of the engine's objects lacks, each in words."""
-    return [f"{type(found).__name__} has no {name}" for name in names if not hasattr(found, name)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """One kind of engine, as our code knows it.
+
+    Attributes:
+        name: Name of the engine in errors.
+        package: Name of its module and of its distribution.
+        run_versions: Versions in which our code was run.
+        without: Advice on how to start the engine without our receiver.
+    """
+
+    name: str
+    package: str
+    run_versions: tuple[str, ...]
+    without: str
+
+    def version(self) -> str:
+        """The version of the engine; empty if it is not known."""
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:  # an engine that is on the path only
+            try:
+                return str(importlib.import_module(self.package).__version__)
+            except (ImportError, AttributeError):
+                return ""
+
+    def check(self, needed: Mapping[str, tuple[str, ...]]) -> None:
+        """Looks for functions and classes that our code needs.
+
+        Args:
+            needed: ``module:path`` of each, and its parameters.
+
+        Raises:
+            ConfigError: Something is missing or has other parameters; all is named.
+        """
+        wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+        if wrong:
+            raise self.other_version(wrong)
+
+    def check_attributes(self, found: object, names: Iterable[str]) -> None:
+        """Looks for the attributes that our code needs of one of the engine's objects.
+
+        Raises:
+            ConfigError: Some are missing; all are named.
+        """
+        wrong = [f"{type(found).__name__} has no {name}" for name in names if not hasattr(found, name)]
+        if wrong:
+            raise self.other_version(wrong)
+
+    def other_version(self, wrong: Sequence[str]) -> ConfigError:
+        """The error for an engine that is not as we know it."""
+        version = self.version()
+        return ConfigError(
+            f"{self.name} {version} is not as this plug-in expects: {'; '.join(wrong)}"
+            if version
+            else f"this {self.name} is not as this plug-in expects: {'; '.join(wrong)}",
+            hint=f"use {self.name} {' or '.join(self.run_versions)}, or {self.without}",
+        )
+
+    def check_settings(
+        self, options: Any, refused: Sequence[RefusedSetting], *, more: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Refuses settings under which our receiver was not shown to be right.
+
+        Args:
+            options: The engine's own object that has its options as attributes.
+            refused: The settings to look for.
+            more: Name and remedy of settings that were found elsewhere.
+
+        Raises:
+            ConfigError: There is such a setting; all are named.
+        """
+        found = [(what, hint) for is_set, what, hint in refused if is_set(options)] + list(more)
+        if found:
+            raise ConfigError(
+                f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",
+                hint="; ".join(dict.fromkeys(hint for _, hint in found)) + f"; or {self.without}",
+            )
+
+
+def is_on(name: str, *off: object) -> Callable[[Any], bool]:
+    """True if an option has a value other than these; options that a version does not know are off."""
+    return lambda options: bool(getattr(options, name, None)) and getattr(options, name) not in off
 
 
 def dotted(place: str) -> str:

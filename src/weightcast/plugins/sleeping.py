@@ -11,8 +11,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from weightcast.errors import Refused
-from weightcast.receiver.engine_state import error_words
+from weightcast.errors import Refused, error_words
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.status import EngineStatus

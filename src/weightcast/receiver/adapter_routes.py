@@ -11,8 +11,7 @@ from typing import Protocol
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from weightcast.errors import Refused, WireError
-from weightcast.receiver.engine_state import error_words
+from weightcast.errors import Refused, WireError, error_words
 from weightcast.receiver.server import NOT_FOR_YOU, Answers, no_browsers, read_body, refusal, reply, weight_routes
 from weightcast.wire.adapters import ADAPTERS, MAX_REQUEST_BYTES, AdapterRequest, adapter_path, decode_adapter_request
 from weightcast.wire.answers import Ack

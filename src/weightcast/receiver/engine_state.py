@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from weightcast.config import PauseMode
-from weightcast.errors import WeightcastError
+from weightcast.errors import error_words
 from weightcast.receiver.staging import Place
 from weightcast.wire.answers import Ack, State
 from weightcast.wire.engine_info import EngineInfo, RankInfo
@@ -169,10 +169,3 @@ class EngineState:
         """Lets the engine serve at no known version."""
         self.discard(why)
         self.state = "serving"
-
-
-def error_words(error: Exception) -> str:
-    """The text of an error with its hint; with its type where the error is not one of ours."""
-    if not isinstance(error, WeightcastError):
-        return f"{type(error).__name__}: {error}"
-    return f"{error} ({error.hint})" if error.hint else str(error)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightcast.errors import EngineFailure, Refused
-from weightcast.receiver.engine_state import EngineState, error_words
+from weightcast.errors import EngineFailure, Refused, error_words
+from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.rank_answers import costs, failures, fold_resident, union
 from weightcast.wire.answers import Ack, RankAck

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from weightcast.errors import Refused, WeightcastError, WireError
-from weightcast.receiver.engine_state import error_words
+from weightcast.errors import Refused, WeightcastError, WireError, error_words
 from weightcast.receiver.schemas import json_content
 from weightcast.receiver.server import NOT_FOR_YOU, Refusal, no_browsers, read_body, refusal, reply
 from weightcast.wire.codec import decode

@@ -16,8 +16,8 @@ import msgspec
 
 from weightcast.digest.definition import unequal
 from weightcast.digest.table import Absent
-from weightcast.errors import EngineFailure, Refused, WeightcastError
-from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, GoesOnUnproven, error_words
+from weightcast.errors import EngineFailure, Refused, WeightcastError, error_words
+from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, GoesOnUnproven
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError, error_words
 from weightcast.rollout.neutral import refusal
 
 REFUSED: dict[str, Any] = {"description": "Refused; the body is an error in OpenAI's shape"}
@@ -51,8 +51,7 @@ def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, WeightcastError)
         status, kind = _meaning(error)
-        hint = f" ({error.hint})" if error.hint else ""
-        return json_response(error_body(f"{error}{hint}", kind=kind), status)
+        return json_response(error_body(error_words(error), kind=kind), status)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         RequestValidationError: invalid,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from weightcast.errors import WeightcastError
+from weightcast.errors import WeightcastError, error_words
 
 _USAGE = (
     "usage: python -m weightcast.plugins.lmdeploy serve api_server MODEL --backend pytorch ...\n"
@@ -22,8 +22,7 @@ def main() -> None:
     try:
         server.run()
     except WeightcastError as error:
-        hint = f" ({error.hint})" if error.hint else ""
-        sys.exit(f"weightcast cannot run in this LMDeploy: {error}{hint}")
+        sys.exit(f"weightcast cannot run in this LMDeploy: {error_words(error)}")
 
 
 if __name__ == "__main__":

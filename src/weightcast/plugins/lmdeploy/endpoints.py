@@ -16,7 +16,7 @@ from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
 from weightcast.plugins.lmdeploy.folder import failure_words
-from weightcast.plugins.lmdeploy.hook_points import other_version, version
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
 from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
 from weightcast.plugins.lmdeploy.settings import mp_executor
@@ -49,9 +49,9 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     try:
         ready = async_engine.engine._collective_rpc("weightcast_ready")
     except Exception as error:  # LMDeploy's errors have no common class
-        raise other_version([f"our methods in the engine process cannot be called ({error})"]) from error
+        raise LMDEPLOY.other_version([f"our methods in the engine process cannot be called ({error})"]) from error
     if not ready:
-        raise other_version(["the hook on EngineLoop did not take"])
+        raise LMDEPLOY.other_version(["the hook on EngineLoop did not take"])
     calls = EngineCalls(async_engine.engine)
     hooks = LmdeployHooks(async_engine, calls)
     executor = LmdeployExecutor(int(config.tp), folder, calls, prefix_caching=bool(config.enable_prefix_caching))
@@ -60,7 +60,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     for note in notes:
         log.info("%s", note)
     facts = EngineFacts(
-        engine=f"lmdeploy {version()}",
+        engine=f"lmdeploy {LMDEPLOY.version()}",
         model=str(async_engine.model_name),
         host_id=host_id(),
         ranks=executor.rank_infos(),

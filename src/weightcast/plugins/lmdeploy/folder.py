@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from weightcast.errors import WeightcastError
+from weightcast.errors import WeightcastError, error_words
 
 # Path of the folder.  The engine process inherits it; workers read it from the module map.
 FOLDER = "WEIGHTCAST_LMDEPLOY_FOLDER"
@@ -50,11 +50,10 @@ def note_failure(folder: str, error: WeightcastError) -> None:
 
     A process on another host does not have the folder.
     """
-    hint = f" ({error.hint})" if error.hint else ""
     with suppress(FileExistsError, FileNotFoundError):
         descriptor = os.open(_failure(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(f"{error}{hint}")
+            file.write(error_words(error))
 
 
 def failure_words(folder: str) -> str:

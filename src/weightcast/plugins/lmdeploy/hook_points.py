@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-
 from weightcast.errors import ConfigError
-from weightcast.plugins.engine_needs import unmet, unmet_attributes
+from weightcast.plugins.engine_needs import EngineNeeds
 
-RUN_VERSIONS = ("0.18.0",)
+LMDEPLOY = EngineNeeds(name="LMDeploy", package="lmdeploy", run_versions=("0.18.0",), without="start `lmdeploy` itself")
 
 _SERVER = "lmdeploy.serve.openai.api_server:"
 _LOOP = "lmdeploy.pytorch.engine.engine_loop:EngineLoop"
@@ -95,42 +92,10 @@ def check(needed: dict[str, tuple[str, ...]]) -> None:
     Raises:
         ConfigError: It is another version, or something is missing or has other parameters; all is named.
     """
-    found = version()
-    if found not in RUN_VERSIONS:
+    found = LMDEPLOY.version()
+    if found not in LMDEPLOY.run_versions:
         raise ConfigError(
             f"this is LMDeploy {found or 'of an unknown version'}, where this plug-in was not run",
-            hint=f"install LMDeploy {' or '.join(RUN_VERSIONS)}, or start `lmdeploy` itself",
+            hint=f"install LMDeploy {' or '.join(LMDEPLOY.run_versions)}, or {LMDEPLOY.without}",
         )
-    wrong = unmet(needed)
-    if wrong:
-        raise other_version(wrong)
-
-
-def check_attributes(found: object, names: tuple[str, ...]) -> None:
-    """Looks for the attributes that our code needs of one of LMDeploy's objects.
-
-    Raises:
-        ConfigError: Some are missing; all are named.
-    """
-    wrong = unmet_attributes(found, names)
-    if wrong:
-        raise other_version(wrong)
-
-
-def version() -> str:
-    """The version of LMDeploy; empty if it is not installed."""
-    try:
-        return importlib.metadata.version("lmdeploy")
-    except importlib.metadata.PackageNotFoundError:  # an LMDeploy that is on the path only
-        try:
-            return str(importlib.import_module("lmdeploy").__version__)
-        except (ImportError, AttributeError):
-            return ""
-
-
-def other_version(wrong: list[str]) -> ConfigError:
-    """The error for an LMDeploy that is not as we know it."""
-    return ConfigError(
-        f"LMDeploy {version()} is not as this plug-in expects: {'; '.join(wrong)}",
-        hint=f"use LMDeploy {' or '.join(RUN_VERSIONS)}, or start `lmdeploy` itself",
-    )
+    LMDEPLOY.check(needed)

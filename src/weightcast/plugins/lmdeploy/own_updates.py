@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import take_written
-from weightcast.plugins.lmdeploy.hook_points import other_version
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 from weightcast.plugins.sleeping import between_updates
 from weightcast.receiver.session import SessionHandler
 
@@ -55,7 +55,7 @@ def admit_own_updates(
     found = {route.path: route for route in routes if "POST" in (route.methods or ())}
     lacking = [f"the server has no route {path}" for path in _WRITING if path not in found]
     if lacking:
-        raise other_version(lacking)
+        raise LMDEPLOY.other_version(lacking)
     updates = _OwnUpdates(engine, hooks, calls, folder)
     for path, is_last in _WRITING.items():
         served = updates.told(found[path].endpoint, is_last)

@@ -19,10 +19,9 @@ from torch import nn
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
-from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, OWN_UPDATES, check
+from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, LMDEPLOY, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
-from weightcast.plugins.lmdeploy.settings import WITHOUT
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
@@ -68,7 +67,7 @@ class LmdeployRank(SwitchRank):
             # Graphs are captured later, and again after each sleep, for which LMDeploy moves the weights away.
             may_move=True,
             engine=self.engine,
-            without=WITHOUT,
+            without=LMDEPLOY.without,
         )
         self.listen(folder)
 
@@ -211,13 +210,13 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name or type(model).__name__} computes further weights after loading ({type(module).__name__}), and "
                 "an update would leave them as they were",
-                hint=WITHOUT,
+                hint=LMDEPLOY.without,
             )
     processor = getattr(model, "get_input_processor", lambda: None)()
     if processor is not None:
         raise ConfigError(
             "what the vision encoder computed is kept with a request, and an update would leave it there",
-            hint=f"start with --language-model-only, or {WITHOUT}",
+            hint=f"start with --language-model-only, or {LMDEPLOY.without}",
         )
 
 

@@ -15,7 +15,7 @@ import logging
 import time
 from typing import Any
 
-from weightcast.plugins.lmdeploy.hook_points import LOOP_ATTRIBUTES, SCHEDULER_ATTRIBUTES, check_attributes
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, LOOP_ATTRIBUTES, SCHEDULER_ATTRIBUTES
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
@@ -39,8 +39,8 @@ class RequestsAtSwitch:
         """
         from lmdeploy.pytorch.engine.request import RequestType
 
-        check_attributes(loop, LOOP_ATTRIBUTES)
-        check_attributes(loop.scheduler, SCHEDULER_ATTRIBUTES)
+        LMDEPLOY.check_attributes(loop, LOOP_ATTRIBUTES)
+        LMDEPLOY.check_attributes(loop.scheduler, SCHEDULER_ATTRIBUTES)
         self._loop = loop
         self._scheduler, self._maker, self._executor = loop.scheduler, loop.inputs_maker, loop.executor
         self._sending = asyncio.Lock()  # the main loop's forwards and our mark, one after the other

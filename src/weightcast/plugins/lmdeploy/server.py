@@ -17,7 +17,7 @@ from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.plugins.lmdeploy import engine_process
 from weightcast.plugins.lmdeploy.endpoints import add_routes
 from weightcast.plugins.lmdeploy.folder import FOLDER, failure_words, write_module_map
-from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, check, other_version
+from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, LMDEPLOY, check
 from weightcast.plugins.lmdeploy.settings import check_settings
 
 
@@ -100,7 +100,7 @@ def _checked(serve: Callable[..., Any], folder: str) -> Callable[..., Any]:
     def checked(*arguments: Any, **named: Any) -> Any:
         config = named.get("backend_config")
         if config is None:
-            raise other_version(["`serve` is called without backend_config"])
+            raise LMDEPLOY.other_version(["`serve` is called without backend_config"])
         check_settings(named.get("backend", ""), config, named.get("speculative_config"))
         if config.mp_engine_backend == "ray":
             from weightcast.plugins.lmdeploy import ray_engine
@@ -114,7 +114,7 @@ def _checked(serve: Callable[..., Any], folder: str) -> Callable[..., Any]:
 def _with_our_routes(run: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*arguments: Any, app: Any, **named: Any) -> Any:
         if not any("/weightcast/info" in path for path in app.openapi().get("paths", {})):
-            raise other_version(["the hook on create_openai_router did not take"])
+            raise LMDEPLOY.other_version(["the hook on create_openai_router did not take"])
         return run(*arguments, app=app, **named)
 
     return checked

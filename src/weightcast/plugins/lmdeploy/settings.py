@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from weightcast.errors import ConfigError
-
-WITHOUT = "start `lmdeploy` itself"
-
-
-def _set(name: str, *off: object) -> Callable[[Any], bool]:
-    """True if an option has a value other than these."""
-    return lambda config: bool(getattr(config, name, None)) and getattr(config, name) not in off
+from weightcast.plugins.engine_needs import RefusedSetting, is_on
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 
 
 def _other_role(config: Any) -> bool:
@@ -30,22 +24,22 @@ def mp_executor(config: Any) -> bool:
     return chosen == "mp"
 
 
-_REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (_set("dp", 1), "several data-parallel engines (--dp)", "start one server for each"),
-    (_set("ep", 1), "expert parallelism (--ep)", "start LMDeploy without it"),
-    (_set("adapters"), "LoRA adapters (--adapters)", "merge the adapter in the trainer"),
-    (_set("quant_policy"), "a quantised KV cache (--quant-policy)", "start LMDeploy without it"),
-    (_set("model_format", "hf"), "quantised weights (--model-format)", "serve the model unquantised"),
-    (_set("empty_init"), "a start without weights (--empty-init)", "start from a checkpoint"),
-    (_set("enable_microbatch"), "two batches side by side (--enable-microbatch)", "start LMDeploy without it"),
-    (_set("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start LMDeploy without it"),
-    (_set("enable_return_routed_experts"), "returned experts (--enable-return-routed-experts)", "start without it"),
-    (_set("dllm_block_length"), "diffusion language models (--dllm-block-length)", "serve another model"),
-    (_set("kv_transfer_config"), "an external KV cache (--kv-transfer-config)", "start LMDeploy without it"),
-    (_set("memory_model_path"), "a memory model", "start LMDeploy without it"),
+_REFUSED: tuple[RefusedSetting, ...] = (
+    (is_on("dp", 1), "several data-parallel engines (--dp)", "start one server for each"),
+    (is_on("ep", 1), "expert parallelism (--ep)", "start LMDeploy without it"),
+    (is_on("adapters"), "LoRA adapters (--adapters)", "merge the adapter in the trainer"),
+    (is_on("quant_policy"), "a quantised KV cache (--quant-policy)", "start LMDeploy without it"),
+    (is_on("model_format", "hf"), "quantised weights (--model-format)", "serve the model unquantised"),
+    (is_on("empty_init"), "a start without weights (--empty-init)", "start from a checkpoint"),
+    (is_on("enable_microbatch"), "two batches side by side (--enable-microbatch)", "start LMDeploy without it"),
+    (is_on("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start LMDeploy without it"),
+    (is_on("enable_return_routed_experts"), "returned experts (--enable-return-routed-experts)", "start without it"),
+    (is_on("dllm_block_length"), "diffusion language models (--dllm-block-length)", "serve another model"),
+    (is_on("kv_transfer_config"), "an external KV cache (--kv-transfer-config)", "start LMDeploy without it"),
+    (is_on("memory_model_path"), "a memory model", "start LMDeploy without it"),
     (_other_role, "prefill and decode on servers of their own (--role)", "start LMDeploy without it"),
-    (_set("custom_module_map"), "a module map of your own", "start LMDeploy without it"),
-    (lambda config: config.device_type != "cuda", "another device than CUDA (--device)", WITHOUT),
+    (is_on("custom_module_map"), "a module map of your own", "start LMDeploy without it"),
+    (lambda config: config.device_type != "cuda", "another device than CUDA (--device)", LMDEPLOY.without),
 )
 
 
@@ -63,11 +57,5 @@ def check_settings(backend: str, config: Any, speculative: Any) -> None:
     if backend != "pytorch":
         words = f"the receiver lives in LMDeploy's PyTorch engine, not in {backend or 'another one'}"
         raise ConfigError(words, hint="use --backend pytorch")
-    found = [(what, hint) for is_set, what, hint in _REFUSED if is_set(config)]
-    if speculative is not None:
-        found.append(("a draft model (--speculative-algorithm)", "start LMDeploy without it"))
-    if found:
-        raise ConfigError(
-            f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",
-            hint="; ".join(dict.fromkeys(hint for _, hint in found)) + f"; or {WITHOUT}",
-        )
+    draft = ("a draft model (--speculative-algorithm)", "start LMDeploy without it")
+    LMDEPLOY.check_settings(config, _REFUSED, more=(draft,) if speculative is not None else ())

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from weightcast.errors import Refused
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
-from weightcast.plugins.lmdeploy.hook_points import other_version
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS
 from weightcast.plugins.sleeping import between_updates, fall_asleep, wake_up
 from weightcast.receiver.session import SessionHandler
@@ -88,7 +88,7 @@ def guard_sleep(
     async_engine.sleep = guarded_sleep
     routes = [route for route in router.routes if isinstance(route, APIRoute) and route.path == "/wakeup"]
     if not routes:
-        raise other_version(["the server has no route /wakeup"])
+        raise LMDEPLOY.other_version(["the server has no route /wakeup"])
     route = APIRoute("/wakeup", guarded_wakeup, methods=["POST"], dependencies=routes[0].dependencies)
     router.routes.insert(0, route)  # in front: the first route that matches answers
 

@@ -22,7 +22,7 @@ def register() -> None:
     wanted = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")}
     if NAME not in wanted:
         return
-    from weightcast.errors import WeightcastError
+    from weightcast.errors import WeightcastError, error_words
     from weightcast.plugins.sglang import hook_points
 
     main = multiprocessing.parent_process() is None
@@ -34,5 +34,4 @@ def register() -> None:
 
         hooks.apply(main=main)
     except WeightcastError as error:
-        hint = f" ({error.hint})" if error.hint else ""
-        sys.exit(f"weightcast cannot run in this SGLang: {error}{hint}")
+        sys.exit(f"weightcast cannot run in this SGLang: {error_words(error)}")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weightcast.plugins.sglang.hook_points import REQUEST_RECEIVER_ATTRIBUTES, check_attributes
+from weightcast.plugins.sglang.hook_points import REQUEST_RECEIVER_ATTRIBUTES, SGLANG
 
 _REST_S = 0.02  # bounds what else an idle scheduler does in a pass, such as its metrics
 
@@ -55,7 +55,7 @@ class Boundary:
             scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
         self._scheduler = scheduler
         receiver = scheduler.request_receiver
-        check_attributes(receiver, REQUEST_RECEIVER_ATTRIBUTES)
+        SGLANG.check_attributes(receiver, REQUEST_RECEIVER_ATTRIBUTES)
         self._news = zmq.Poller()
         for source in (receiver.recv_from_tokenizer, receiver.recv_from_rpc, self._wake):
             if source is not None:  # ranks after the first have no sockets, and wait for its broadcast

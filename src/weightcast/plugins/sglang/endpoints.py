@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import os
 from typing import Any
@@ -18,7 +17,7 @@ from weightcast.config import PauseMode
 from weightcast.plugins.rank_sockets import notes_of, tables_of, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
-from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
 from weightcast.plugins.sglang.other_updates import close_other_updates
 from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
 from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
@@ -53,7 +52,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     for note in notes:
         log.info("%s", note)
     facts = EngineFacts(
-        engine=f"sglang {importlib.metadata.version('sglang')}",
+        engine=f"sglang {SGLANG.version()}",
         model=server_args.served_model_name or server_args.model_path,
         host_id=host_id(),
         ranks=executor.rank_infos(),

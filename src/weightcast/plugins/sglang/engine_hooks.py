@@ -15,7 +15,7 @@ from typing import Any
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
 from weightcast.plugins.loop_results import result_of
-from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, check_attributes
+from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, SGLANG
 
 _SHORT_S = 30.0
 _LOOK_S = 0.02
@@ -33,7 +33,7 @@ class SglangHooks:
         Raises:
             ConfigError: This version's manager is not as we know it.
         """
-        check_attributes(manager, MANAGER_ATTRIBUTES)
+        SGLANG.check_attributes(manager, MANAGER_ATTRIBUTES)
         self._manager = manager
         self._loop: asyncio.AbstractEventLoop | None = None
         self._held = False

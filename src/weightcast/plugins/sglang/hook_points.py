@@ -1,15 +1,15 @@
 """Places in SGLang that our hooks and our code need: checked before anything is built."""
 
-# SGLang is not installed where this is checked.
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
-import importlib.metadata
+from weightcast.plugins.engine_needs import EngineNeeds
 
-from weightcast.errors import ConfigError
-from weightcast.plugins.engine_needs import unmet, unmet_attributes
-
-RUN_VERSIONS = ("0.5.17", "0.5.23")
+SGLANG = EngineNeeds(
+    name="SGLang",
+    package="sglang",
+    run_versions=("0.5.17", "0.5.23"),
+    without="leave weightcast out of SGLANG_PLUGINS",
+)
 # Folder of the ranks' sockets.  Scheduler processes inherit it.
 FOLDER = "WEIGHTCAST_SGLANG_FOLDER"
 
@@ -73,30 +73,4 @@ def check(*, main: bool) -> None:
     Raises:
         ConfigError: Something is missing or has other parameters; all is named.
     """
-    needed = _IN_RANKS | _IN_MAIN if main else _IN_RANKS
-    wrong = unmet(needed)
-    if wrong:
-        raise other_version(wrong)
-
-
-def check_attributes(found: object, names: tuple[str, ...]) -> None:
-    """Looks for the attributes that our code needs of one of SGLang's objects.
-
-    Raises:
-        ConfigError: Some are missing; all are named.
-    """
-    wrong = unmet_attributes(found, names)
-    if wrong:
-        raise other_version(wrong)
-
-
-def other_version(wrong: list[str]) -> ConfigError:
-    """The error for an SGLang that is not as we know it."""
-    try:
-        version = f"SGLang {importlib.metadata.version('sglang')}"
-    except importlib.metadata.PackageNotFoundError:  # an SGLang that is not installed, but on the path
-        version = "this SGLang"
-    return ConfigError(
-        f"{version} is not as this plug-in expects: {'; '.join(wrong)}",
-        hint=f"use SGLang {' or '.join(RUN_VERSIONS)}, or start it without weightcast in SGLANG_PLUGINS",
-    )
+    SGLANG.check(_IN_RANKS | _IN_MAIN if main else _IN_RANKS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from weightcast.plugins.engine_needs import dotted
 from weightcast.plugins.sglang import rank
-from weightcast.plugins.sglang.hook_points import FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, UPDATER, other_version
+from weightcast.plugins.sglang.hook_points import FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
 
 
 def apply(*, main: bool) -> None:
@@ -47,4 +47,4 @@ def apply(*, main: bool) -> None:
     HookRegistry.apply_hooks()
     lost = [place for place, _, _ in hooks if dotted(place) not in HookRegistry._patched]
     if lost:
-        raise other_version([f"the hook on {dotted(place)} did not take" for place in lost])
+        raise SGLANG.other_version([f"the hook on {dotted(place)} did not take" for place in lost])

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from fastapi.routing import APIRoute
 
-from weightcast.plugins.sglang.hook_points import check_attributes
+from weightcast.plugins.sglang.hook_points import SGLANG
 
 ROUTES = (
     "/update_weights_from_disk",
@@ -33,7 +33,7 @@ def close_other_updates(app: FastAPI, manager: Any, level: Any) -> None:
     Raises:
         ConfigError: This version's manager is not as we know it.
     """
-    check_attributes(manager, ("check_weights",))
+    SGLANG.check_attributes(manager, ("check_weights",))
 
     async def refuse() -> None:
         raise HTTPException(409, _INSTEAD)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.sglang.boundary import Boundary
 from weightcast.plugins.sglang.draft_model import DraftModel
-from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
 from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
 from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
@@ -30,8 +30,6 @@ from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.plugins.sglang")
-
-_WITHOUT = "leave weightcast out of SGLANG_PLUGINS"
 
 
 class SglangRank(SwitchRank):
@@ -149,7 +147,7 @@ class SglangRank(SwitchRank):
         if getattr(runner.model_config, "is_multimodal", False):
             raise ConfigError(
                 "SGLang caches what its vision encoder computed, and an update would leave it in that cache",
-                hint=_WITHOUT,
+                hint=SGLANG.without,
             )
         read = getattr(runner.loader, "_get_all_weights", None)
         if read is None:
@@ -185,7 +183,7 @@ class SglangRank(SwitchRank):
             # The memory saver frees what it has allocated itself, and nothing else.
             may_move=not getattr(runner.server_args, "enable_memory_saver", False),
             engine=self.engine,
-            without=_WITHOUT,
+            without=SGLANG.without,
         )
 
 
@@ -226,7 +224,7 @@ def replica_of(runner: Any, parallel: Any) -> int:
     # Version 0.5.17 has it beside the runner's other ranks.
     number = getattr(getattr(runner, "ps", parallel), "dp_rank", None)
     if number is None and (getattr(runner.server_args, "dp_size", None) or 1) > 1:
-        raise ConfigError("SGLang does not say which data-parallel engine this process belongs to", hint=_WITHOUT)
+        raise ConfigError("SGLang does not say which data-parallel engine this process belongs to", hint=SGLANG.without)
     return int(number or 0)
 
 
@@ -250,7 +248,7 @@ def model_loaded(result: Any, runner: Any, *arguments: Any, **named: Any) -> Non
         _waiting = None
     except WeightcastError as error:
         # SGLang's own log of a failed start buries the reason.
-        log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
+        log.error("weightcast cannot update this model: %s", error_words(error))
         raise
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weightcast.config import PauseMode
-from weightcast.plugins.sglang.hook_points import SCHEDULER_ATTRIBUTES, check_attributes
+from weightcast.plugins.sglang.hook_points import SCHEDULER_ATTRIBUTES, SGLANG
 
 log = logging.getLogger("weightcast.plugins.sglang")
 
@@ -31,7 +31,7 @@ class RequestsAtSwitch:
         Raises:
             ConfigError: This version's scheduler is not as we know it.
         """
-        check_attributes(scheduler, SCHEDULER_ATTRIBUTES)
+        SGLANG.check_attributes(scheduler, SCHEDULER_ATTRIBUTES)
         self._scheduler = scheduler
         self._device = device
         self._switches = 0

@@ -14,7 +14,7 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 
 from weightcast.comm.authenticated import Secret
-from weightcast.errors import ConfigError, Refused, WeightcastError
+from weightcast.errors import ConfigError, Refused, WeightcastError, error_words
 from weightcast.plugins.vllm.lora_slot import LoraSlot, manager_of
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import AdapterOrder
@@ -54,7 +54,7 @@ class LoraRanks:
             else:
                 self._add(runner, known, known.request)
         except WeightcastError as error:
-            return f"{error} ({error.hint})" if error.hint else str(error)
+            return error_words(error)
         except OSError as error:
             self._remove(known.name)
             return f"rank {self._rank} cannot listen for the API server: {error}"

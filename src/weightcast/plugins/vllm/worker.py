@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from weightcast.comm.authenticated import Secret
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
@@ -112,7 +112,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         except WeightcastError as error:
             # vLLM's own log of a failed start buries the reason.
-            log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
+            log.error("weightcast cannot update this model: %s", error_words(error))
             raise
         wrap_worker(resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls), WeightcastEngine)
 
@@ -180,7 +180,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except OSError as error:
             raise RuntimeError(f"rank {self._rank} cannot listen for the API server: {error}") from error
         except WeightcastError as error:
-            words = f"{error} ({error.hint})" if error.hint else str(error)
+            words = error_words(error)
             end_vllm(words)
             raise RuntimeError(words) from error
         self._listens = True
@@ -333,7 +333,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._models.add_draft(draft, self.model, self.vllm_config, self.device)
                 receiver = self._receiver_of(self._models)
         except WeightcastError as error:
-            log.error("weightcast cannot update the draft model: %s%s", error, f" ({error.hint})" if error.hint else "")
+            log.error("weightcast cannot update the draft model: %s", error_words(error))
             raise
         self._receiver.close()
         self._receiver = self._rank_server.receiver = receiver
@@ -367,7 +367,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
             before += owner.released_bytes if owner is not None else 0
         except WeightcastError as error:
-            log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
+            log.error("weightcast cannot stage updates: %s", error_words(error))
             raise
         self._staged = True
         self._receiver.staging_note = ""
