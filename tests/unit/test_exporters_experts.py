@@ -150,7 +150,7 @@ def cases(draw, worlds) -> dict:
     dims = st.one_of(st.none(), st.integers(0, 2))
     slices = draw(st.booleans())
     hidden, width = draw(st.integers(1, 7)), draw(st.integers(1, 6))
-    types = ["qwen3_moe", "mixtral"] + (["qwen3_vl_moe"] if hidden not in (width, 2 * width) else [])
+    types = ["qwen3_moe", "deepseek_v3"] + (["qwen3_vl_moe"] if hidden not in (width, 2 * width) else [])
     return {
         "ep": ep,
         "fsdp": fsdp,

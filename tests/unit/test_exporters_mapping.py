@@ -72,7 +72,7 @@ def test_shapes_are_known_without_weights(model_type):
         assert found[spec.name] == spec.shape
 
 
-@pytest.mark.parametrize("model_type", families.STACKED)
+@pytest.mark.parametrize("model_type", sorted(set(families.STACKED) - {"mixtral"}))
 def test_experts_that_lie_one_by_one_keep_their_names(model_type, tmp_path):
     # transformers 4 has the checkpoint's own names.
     tensors = families.written(families.make(model_type), tmp_path)
@@ -193,6 +193,9 @@ def test_unknown_models_are_refused_or_keep_their_names():
         assert [spec.name for spec in exporter.specs()] == list(experts)
     as_qwen = ModuleExporter(module_of(experts, unknown), family="qwen3_moe")
     assert next(spec.name for spec in as_qwen.specs()) == "layers.0.mlp.experts.0.gate_proj.weight"
+    for model_type in ("mixtral", "gpt_oss"):  # transformers knows these names, and only its own models have them
+        with pytest.raises(ConfigError, match=rf"holds several experts.*{model_type}"):
+            ModuleExporter(module_of(experts, SimpleNamespace(model_type=model_type)))
     plain = ModuleExporter(module_of({"layers.0.mlp.up.weight": torch.ones(4, 3)}, unknown))
     assert [spec.name for spec in plain.specs()] == ["layers.0.mlp.up.weight"]
     with pytest.raises(ConfigError, match="not known"):

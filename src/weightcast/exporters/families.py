@@ -62,26 +62,6 @@ _EXPERTS = (
     ),
     Rule(match=r"(.*\.experts)\.(gate|up|down)_proj", names=(r"\1.{index}.\2_proj.weight",), stacked=True),
 )
-_MIXTRAL = (
-    Rule(
-        match=r"(.*\.)mlp\.experts\.gate_up_proj",
-        names=(
-            r"\1block_sparse_moe.experts.{index}.w1.weight",
-            r"\1block_sparse_moe.experts.{index}.w3.weight",
-        ),
-        stacked=True,
-    ),
-    Rule(
-        match=r"(.*\.)mlp\.experts\.down_proj",
-        names=(r"\1block_sparse_moe.experts.{index}.w2.weight",),
-        stacked=True,
-    ),
-    Rule(match=r"(.*\.)mlp\.(gate\.weight|experts\.\d+\..*)", names=(r"\1block_sparse_moe.\2",)),
-)
-_VISION_APART = (
-    Rule(match=r"model\.visual\.(.*)", names=(r"visual.\1",)),
-    Rule(match=r"model\.language_model\.(.*)", names=(r"model.\1",)),
-)
 # The checkpoint's experts are fused and transposed: [experts, hidden, 2 x width] and [experts, width, hidden].
 _FUSED_TRANSPOSED = (
     Rule(match=r"(.*\.experts\.gate_up_proj)", names=(r"\1",), transposed=True, unless=_takes_hidden_first),
@@ -125,12 +105,6 @@ FAMILIES = (
         keeps_dtype=_BIAS,
         fused=_FUSED,
     ),
-    Family(name="mixtral", model_types=frozenset({"mixtral"}), rules=(*_MIXTRAL, *_DENSE), fused=_FUSED),
-    Family(
-        name="qwen2-vl",
-        model_types=frozenset({"qwen2_vl", "qwen2_5_vl"}),
-        rules=_VISION_APART,
-    ),
     Family(
         name="qwen3-vl-moe",
         model_types=frozenset({"qwen3_vl_moe"}),
@@ -138,8 +112,6 @@ FAMILIES = (
         # transformers transposes the experts when it loads them, and does not transpose them back when it saves.
         published=_FUSED_TRANSPOSED[:2],
     ),
-    # Fused in the checkpoint as in the module.
-    Family(name="fused-in-checkpoint", model_types=frozenset({"gpt_oss"})),
 )
 PLAIN = Family(name="plain", model_types=frozenset())
 
