@@ -32,10 +32,13 @@ def test_an_update_from_a_path_reaches_the_engine_and_closes_its_files(engine, t
     next_version()
 
 
-def test_an_update_from_a_state_dict_follows_the_live_values(engine):
+@pytest.mark.parametrize("transport", ["auto", "direct"])
+def test_an_update_from_a_state_dict_follows_the_live_values(engine, transport):
     before, after = next_version(), next_version()
     model = trainer_of(before)
-    with WeightUpdater.connect(model.state_dict(), engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+    with WeightUpdater.connect(
+        model.state_dict(), engine.url, transport=transport, bucket_bytes="64KiB", allow_older=True
+    ) as updater:
         for version in (before, after):
             model.set_version(version)
             updater.update(version=version)

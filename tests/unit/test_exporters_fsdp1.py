@@ -64,7 +64,7 @@ def exported(class_name: str, folder: str, kinds: list[str]) -> dict[str, list[s
         model = wrap(library.make(class_name), **KINDS[kind])
         exporter, _ = exporter_of(model, None)
         assert isinstance(exporter, Fsdp1Exporter)
-        assert exporter._weights.family.name.startswith("transformers"), "recorded, and not from a table"
+        assert exporter.family.name.startswith("transformers"), "recorded, and not from a table"
         local = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         for bucket_bytes in (20_000, 1 << 20):
             got = export(exporter, group, bucket_bytes=bucket_bytes)

@@ -28,7 +28,8 @@ from weightcast.exporters.mapping import Family, Rule
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.exporters.quantise import Fp8Blocks
-from weightcast.protocols import Exporter
+from weightcast.exporters.state_dict import StateDictExporter
+from weightcast.protocols import Exporter, Scattering
 from weightcast.wire.layout import Packing, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -388,6 +389,15 @@ def test_a_checkpoint_is_summed_as_it_was_read(tmp_path):
         sums, gathered, mismatches, _ = summed(exporter, ALONE, bucket_bytes=64)
     assert sums == gathered == {name: tensor_digest(tensor) for name, tensor in weights.items()}
     assert mismatches == []
+
+
+def test_a_state_dict_is_summed_where_it_lies():
+    weights = {"a": torch.randn(7, 3), "b": torch.randn(5)}
+    exporter = StateDictExporter(weights)
+    sums, gathered, mismatches, _ = summed(exporter, ALONE, bucket_bytes=64)
+    assert sums == gathered == {name: tensor_digest(tensor) for name, tensor in weights.items()}
+    assert mismatches == []
+    assert isinstance(exporter, Scattering), "engines may read its shards without a gather"
 
 
 def test_what_nobody_sums_at_its_source_is_named():

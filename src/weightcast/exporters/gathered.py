@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
@@ -15,17 +15,15 @@ import torch
 from torch import nn
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Folded, SourceSums
+from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
-from weightcast.exporters import casting
-from weightcast.exporters.mapping import Family
-from weightcast.exporters.module import WeightsExporter
+from weightcast.exporters.module import NamedExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.peft_layers import adapter_tensors
 from weightcast.protocols import Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.layout import BucketLayout
 
 
 class GatheredTensors(PlacedTensors, ABC):
@@ -73,7 +71,7 @@ class GatheredTensors(PlacedTensors, ABC):
         return whole, torch.empty(place.shape, dtype=place.dtype, device="meta")
 
 
-class GatheredExporter:
+class GatheredExporter(NamedExporter):
     """Base of the exporters of such models.
 
     Every rank gathers the parameters of a bucket while it is filled.  Ranks sum what they have gathered, so a rank that
@@ -90,30 +88,8 @@ class GatheredExporter:
         ConfigError: The model has tensors that cannot be sent; nothing has moved.
     """
 
-    refills = True
     framework: ClassVar[str]
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tensors: GatheredTensors,
-        *,
-        wire_dtype: torch.dtype | None = None,
-        names: Callable[[str], str] | None = None,
-        family: Family | str | None = None,
-    ) -> None:
-        casting.check_wire_dtype(wire_dtype)
-        self._tensors = tensors
-        self._weights = WeightsExporter(model, tensors, wire_dtype=wire_dtype, names=names, family=family)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model's partitions."""
-        return self._weights.device
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor, in the order of the model's ``state_dict``."""
-        return self._weights.specs()
+    _tensors: GatheredTensors
 
     def shards(self) -> Iterator[Shard]:
         """Raises an error: partitions are no boxes of tensors.
@@ -122,15 +98,6 @@ class GatheredExporter:
             ConfigError: Always.
         """
         raise ConfigError(f"{self.framework} keeps flat partitions, which are no boxes of the model's tensors")
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Compares the models of all ranks.  Collective.
-
-        Raises:
-            ConfigError: The ranks hold different models; raised on every rank alike.
-            TrainerRankFailed: A rank is gone or did not take part in time.
-        """
-        self._weights.prepare(group)
 
     def plan(
         self,
@@ -144,8 +111,8 @@ class GatheredExporter:
     ) -> None:
         """Implements ``Planning.plan``."""
         for layout in layouts:
-            with self._tensors.imagined(self._weights.sources(layout)):
-                self._weights.plan([layout], group, lent=(), scattered=scattered, copies=copies, sums=sums)
+            with self._tensors.imagined(self.sources(layout)):
+                super().plan([layout], group, lent=(), scattered=scattered, copies=copies, sums=sums)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
@@ -155,20 +122,8 @@ class GatheredExporter:
         Raises:
             The same as ``ModuleExporter.fill``.
         """
-        with self._tensors.gathered(self._weights.sources(layout)):
-            return self._weights.fill(bucket, layout, group, sources)
-
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``."""
-        return self._weights.source_counts(layout, group)
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``Summing.fold``."""
-        return self._weights.fold(layout, group, answers)
-
-    def unsummed(self) -> Collection[str]:
-        """Implements ``Summing.unsummed``."""
-        return self._weights.unsummed()
+        with self._tensors.gathered(self.sources(layout)):
+            return super().fill(bucket, layout, group, sources)
 
 
 def refuse_adapters(model: nn.Module, framework: str) -> None:

@@ -38,8 +38,8 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 
-class WeightsExporter:
-    """The tensors of a module, under the names and in the layouts of a checkpoint.
+class NamedExporter:
+    """The tensors of a module, under the names and in the layouts of a checkpoint, gathered into buckets.
 
     Args:
         model: The whole model, which has the names.
@@ -103,26 +103,6 @@ class WeightsExporter:
         """Every tensor, in the order of the model's ``state_dict``; the tensors of a stacked one stay together."""
         return self._specs
 
-    def computing_bytes(self) -> int | None:
-        """As ``Budgeted.computing_bytes``; None with adapters that PEFT merges, a layer at a time."""
-        merging = self._merger.computing_bytes()
-        if merging is None:
-            return None
-        return merging + (16 * lora.CHUNK_ELEMENTS if merging or self._quantiser is not None else 0)
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's shards, in the order of ``specs``: the model's own memory.  No communication.
-
-        Raises:
-            ConfigError: Values are computed on the way (quantised, or with adapters merged), so no rank holds them.
-        """
-        with self._tensors.looking():
-            for number, spec in enumerate(self._specs):
-                for held in self._local(number) if self._quantiser is None else self._quantiser.local(number):
-                    if held.memory is None:
-                        raise ConfigError(f"{spec.name} is computed on the way, so no rank holds its values")
-                    yield Shard(spec=spec, box=held.box, tensor=held.memory)
-
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part; the first ``fill`` does so otherwise.  Collective.
 
@@ -182,42 +162,6 @@ class WeightsExporter:
         with self._filling(layout, group, sources):
             return self._gatherer.fill(bucket, layout, group, sources=sources)
 
-    def fill_own(
-        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        """Implements ``Scattering.fill_own``."""
-        with self._filling(layout, group, sources):
-            self._gatherer.fill_own(bucket, layout, group, sources)
-
-    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
-        """Implements ``Scattering.serves``."""
-        return self._gatherer.serves(layout, group)
-
-    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
-        """Implements ``Scattering.serves_to``."""
-        return self._gatherer.serves_to(layout, group)
-
-    def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Implements ``Scattering.whole_on``."""
-        return self._gatherer.whole_on(hosts)
-
-    def unmappable(self, group: TrainerGroup) -> Collection[str]:
-        """Implements ``Mappable.unmappable``."""
-        with self._tensors.looking():
-            self._prepare(group)
-            return self._gatherer.unmappable(group)
-
-    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
-        """Implements ``Mappable.own_memory``."""
-        with self._tensors.looking():
-            self._prepare(group)
-            return self._gatherer.own_memory(layout, group)
-
-    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
-        """Implements ``Mappable.sum_own``."""
-        with self._tensors.looking():
-            self._gatherer.sum_own(layout, group, sources)
-
     @contextmanager
     def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
         """Prepares adapters and scales for one bucket, and frees them."""
@@ -256,12 +200,6 @@ class WeightsExporter:
         """Implements ``Summing.unsummed``."""
         return ()
 
-    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> list[dict[str, torch.Tensor]]:
-        """Zero-copy tensors of each bucket, as ``Lender.lend`` describes."""
-        with self._tensors.looking():
-            self._prepare(group)
-            return [self._gatherer.lend(layout, group) for layout in layouts]
-
     def _local(self, number: int) -> list[Held]:
         """This rank's parts of a tensor, before quantisation."""
         found: list[Held] = []
@@ -282,6 +220,72 @@ class WeightsExporter:
             found = sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
             known = self._sources[layout.index] = layout, found
         return known[1]
+
+
+class WeightsExporter(NamedExporter):
+    """The same for modules of which every rank holds boxes of tensors, which engines may also read from it."""
+
+    def computing_bytes(self) -> int | None:
+        """As ``Budgeted.computing_bytes``; None with adapters that PEFT merges, a layer at a time."""
+        merging = self._merger.computing_bytes()
+        if merging is None:
+            return None
+        return merging + (16 * lora.CHUNK_ELEMENTS if merging or self._quantiser is not None else 0)
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shards, in the order of ``specs``: the model's own memory.  No communication.
+
+        Raises:
+            ConfigError: Values are computed on the way (quantised, or with adapters merged), so no rank holds them.
+        """
+        with self._tensors.looking():
+            for number, spec in enumerate(self._specs):
+                for held in self._local(number) if self._quantiser is None else self._quantiser.local(number):
+                    if held.memory is None:
+                        raise ConfigError(f"{spec.name} is computed on the way, so no rank holds its values")
+                    yield Shard(spec=spec, box=held.box, tensor=held.memory)
+
+    def fill_own(
+        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Implements ``Scattering.fill_own``."""
+        with self._filling(layout, group, sources):
+            self._gatherer.fill_own(bucket, layout, group, sources)
+
+    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
+        """Implements ``Scattering.serves``."""
+        return self._gatherer.serves(layout, group)
+
+    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
+        """Implements ``Scattering.serves_to``."""
+        return self._gatherer.serves_to(layout, group)
+
+    def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
+        """Implements ``Scattering.whole_on``."""
+        return self._gatherer.whole_on(hosts)
+
+    def unmappable(self, group: TrainerGroup) -> Collection[str]:
+        """Implements ``Mappable.unmappable``."""
+        with self._tensors.looking():
+            self._prepare(group)
+            return self._gatherer.unmappable(group)
+
+    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
+        """Implements ``Mappable.own_memory``."""
+        with self._tensors.looking():
+            self._prepare(group)
+            return self._gatherer.own_memory(layout, group)
+
+    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
+        """Implements ``Mappable.sum_own``."""
+        with self._tensors.looking():
+            self._gatherer.sum_own(layout, group, sources)
+
+    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> list[dict[str, torch.Tensor]]:
+        """Zero-copy tensors of each bucket, as ``Lender.lend`` describes."""
+        with self._tensors.looking():
+            self._prepare(group)
+            return [self._gatherer.lend(layout, group) for layout in layouts]
 
 
 class ModuleExporter(WeightsExporter):
