@@ -255,20 +255,28 @@ class Mappable(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketUse:
+    """How buckets will be filled.
+
+    Attributes:
+        lent: Names of the zero-copy tensors of each bucket, in order; empty if there are none.
+        scattered: True for ``Scattering.fill_own`` in the place of ``fill``.
+        copies: False if engines read the tensors where they lie, so that nothing is filled.
+        sums: True if this rank's parts will be summed.
+    """
+
+    lent: Sequence[Collection[str]] = ()
+    scattered: bool = False
+    copies: bool = True
+    sums: bool = False
+
+
 @runtime_checkable
 class Planning(Protocol):
     """An exporter that works out the steps of its buckets before the first update."""
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Works out what filling these buckets takes.  It reads no weights, moves nothing and communicates nothing.
 
         Whatever changes until a bucket is filled is noticed then.
@@ -276,10 +284,7 @@ class Planning(Protocol):
         Args:
             layouts: Layouts of buckets, the same on every rank.
             group: The trainer ranks, with which ``prepare`` was called.
-            lent: Names of the zero-copy tensors of each bucket, in order; empty if there are none.
-            scattered: True for ``Scattering.fill_own`` in the place of ``fill``.
-            copies: False if engines read the tensors where they lie, so that nothing is filled.
-            sums: True if this rank's parts will be summed.
+            use: How the buckets will be filled.
         """
         ...
 

@@ -25,6 +25,7 @@ from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.fsdp1 import Fsdp1Exporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.own_parts import OwnParts
+from weightcast.protocols import BucketUse
 from weightcast.update.arguments import exporter_of
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -121,7 +122,7 @@ def planned(class_name: str) -> tuple[dict[str, int], list[str]]:
 
             patch.setattr(OwnParts, name, counting)
         layouts = plan_buckets(exporter.specs(), bucket_bytes=20_000, packing=Packing())
-        exporter.plan(layouts, group, lent=(), scattered=False, copies=True, sums=True)
+        exporter.plan(layouts, group, BucketUse(sums=True))
         assert {name: tuple(tensor.shape) for name, tensor in model.named_parameters()} == local
         before = dict(counts)
         slots, sources = allocate_slots(CPU, 20_000), SourceSums()

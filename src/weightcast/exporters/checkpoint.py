@@ -20,7 +20,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
 from weightcast.exporters.safetensors_file import Entry, SafetensorsFile, Staging, unique
-from weightcast.protocols import Shard
+from weightcast.protocols import BucketUse, Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import NAMES, BucketLayout, TensorSpec
@@ -151,22 +151,13 @@ class CheckpointExporter:
     def prepare(self, group: TrainerGroup) -> None:
         """Does nothing: every rank reads the same files."""
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``: reads that follow each other, on disk and in a bucket, become one."""
         for layout in layouts:
             ledger = self._plan(layout, group.receivers).ledger
-            if sums and group.is_head:
+            if use.sums and group.is_head:
                 ledger.prepare(group.world_size)
-        if sums and group.rank in group.receivers:
+        if use.sums and group.rank in group.receivers:
             self._sums = PlanSums(layouts)
             self._sums.prepare(self._device)
 

@@ -6,7 +6,7 @@ bridges; neither is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from weightcast.digest.copies import Flat
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
-from weightcast.protocols import Shard
+from weightcast.protocols import BucketUse, Shard
 from weightcast.wire.box import contiguous_strides
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -115,16 +115,7 @@ class BridgeExporter:
     def prepare(self, group: TrainerGroup) -> None:
         """Does nothing: the bridge itself knows which rank holds which shard."""
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``.  The bridge itself works for each tensor of each update."""
         for layout in layouts:
             self._steps(layout)

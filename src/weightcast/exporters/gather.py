@@ -24,6 +24,7 @@ from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gat
 from weightcast.exporters.held_parts import Held, HeldParts, InMemory, Local, Watch, is_ready, region, slices, to_sum
 from weightcast.exporters.own_parts import OwnMemory, OwnParts
 from weightcast.exporters.ownership import Shared
+from weightcast.protocols import BucketUse
 from weightcast.wire.box import Box, contains, is_one_run
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -62,20 +63,23 @@ class Gatherer:
         self,
         layout: BucketLayout,
         group: TrainerGroup,
+        use: BucketUse,
         *,
-        lent: Collection[str],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
+        lent: Collection[str] = (),
         receivers: tuple[int, ...] | None = None,
     ) -> None:
-        """Works out what a bucket needs; see ``Planning.plan``.  ``receivers`` as ``fill``."""
-        receivers = tuple(range(group.world_size)) if scattered else receivers or group.receivers
-        plan, own = self._plan(layout, group, receivers, scattered=scattered)
-        if sums and group.is_head:
+        """Works out what a bucket needs; see ``Planning.plan``.
+
+        Args:
+            lent: Names of this bucket's zero-copy tensors.
+            receivers: As for ``fill``.
+        """
+        receivers = tuple(range(group.world_size)) if use.scattered else receivers or group.receivers
+        plan, own = self._plan(layout, group, receivers, scattered=use.scattered)
+        if use.sums and group.is_head:
             plan.ledger.prepare(group.world_size)
         with torch.no_grad():
-            own.prepare(group.device, lent, copies=copies and group.rank in receivers, sums=sums)
+            own.prepare(group.device, lent, copies=use.copies and group.rank in receivers, sums=use.sums)
 
     def fill(
         self,

@@ -7,8 +7,9 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.module import NamedExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.peft_layers import adapter_tensors
-from weightcast.protocols import Shard
+from weightcast.protocols import BucketUse, Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
@@ -99,20 +100,11 @@ class GatheredExporter(NamedExporter):
         """
         raise ConfigError(f"{self.framework} keeps flat partitions, which are no boxes of the model's tensors")
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``."""
         for layout in layouts:
             with self._tensors.imagined(self.sources(layout)):
-                super().plan([layout], group, lent=(), scattered=scattered, copies=copies, sums=sums)
+                super().plan([layout], group, replace(use, lent=()))
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

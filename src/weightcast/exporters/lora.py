@@ -32,6 +32,7 @@ from weightcast.exporters.peft_layers import (
     why_no_product,
 )
 from weightcast.exporters.segments import Segment
+from weightcast.protocols import BucketUse
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, Packing, TensorSlot, TensorSpec, dtype_name, plan_buckets
@@ -168,9 +169,7 @@ class Merger:
             return
         with self._tensors.looking():
             for layout in adapters:
-                self._gatherer.plan(
-                    layout, group, lent=(), scattered=False, copies=True, sums=sums, receivers=everybody
-                )
+                self._gatherer.plan(layout, group, BucketUse(sums=sums), receivers=everybody)
         if sums:
             self._sums = PlanSums(adapters)
             self._sums.prepare(group.device)

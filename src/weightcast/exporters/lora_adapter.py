@@ -20,7 +20,7 @@ from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import why_not_by_itself
-from weightcast.protocols import Shard
+from weightcast.protocols import BucketUse, Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
@@ -129,20 +129,11 @@ class AdapterExporter:
         with self._tensors.looking():
             self._gatherer.prepare(group)
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``."""
         with self._tensors.looking():
             for layout in layouts:
-                self._gatherer.plan(layout, group, lent=(), scattered=scattered, copies=copies, sums=sums)
+                self._gatherer.plan(layout, group, use)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

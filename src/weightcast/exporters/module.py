@@ -32,7 +32,7 @@ from weightcast.exporters.names import check_names, is_wrapper
 from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
-from weightcast.protocols import Shard
+from weightcast.protocols import BucketUse, Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
@@ -117,25 +117,15 @@ class NamedExporter:
         self._merger.prepare(group)
         self._gatherer.prepare(group)
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``."""
         if self._merger:
-            self._merger.plan(layouts if copies else (), group, self.sources, sums=sums)
+            self._merger.plan(layouts if use.copies else (), group, self.sources, sums=use.sums)
         with self._tensors.looking():
             for number, layout in enumerate(layouts):
-                names = lent[number] if lent else ()
                 if self._quantiser is not None:
                     self._quantiser.plan(layout)
-                self._gatherer.plan(layout, group, lent=names, scattered=scattered, copies=copies, sums=sums)
+                self._gatherer.plan(layout, group, use, lent=use.lent[number] if use.lent else ())
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

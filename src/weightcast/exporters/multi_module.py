@@ -13,7 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import Exporter, Planning, Refilling, Shard, Summing
+from weightcast.protocols import BucketUse, Exporter, Planning, Refilling, Shard, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
@@ -115,24 +115,15 @@ class ComposedExporter:
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}", hint=error.hint) from error
 
-    def plan(
-        self,
-        layouts: Sequence[BucketLayout],
-        group: TrainerGroup,
-        *,
-        lent: Sequence[Collection[str]],
-        scattered: bool,
-        copies: bool,
-        sums: bool,
-    ) -> None:
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan`` for the parts that do."""
         cuts = [cut for layout in layouts for cut in self._cut(layout)]
         for part in self.parts.values():
             exporter = part.exporter
             inner = [cut.layout for cut in cuts if cut.part is part]
             if inner and isinstance(exporter, Planning):
-                summed = sums and isinstance(exporter, Summing)
-                exporter.plan(inner, group, lent=(), scattered=scattered, copies=copies, sums=summed)
+                summed = use.sums and isinstance(exporter, Summing)
+                exporter.plan(inner, group, replace(use, lent=(), sums=summed))
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

@@ -21,7 +21,7 @@ from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import Exporter, Lender, Mappable, Planning, Refilling, Summing
+from weightcast.protocols import BucketUse, Exporter, Lender, Mappable, Planning, Refilling, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.update.exchange import Exchange
@@ -211,8 +211,8 @@ class BucketStream:
         mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
         for layouts, copies in ((mapped, False), (filled, True)):
             if layouts:
-                scattered = self._choice.scattered
-                exporter.plan(layouts, self._group, lent=plan.lent, scattered=scattered, copies=copies, sums=sums)
+                use = BucketUse(lent=plan.lent, scattered=self._choice.scattered, copies=copies, sums=sums)
+                exporter.plan(layouts, self._group, use)
 
     def begin(self) -> Filling:
         """Begins one attempt, with the weights as they lie now.  Collective: every trainer rank calls it."""
