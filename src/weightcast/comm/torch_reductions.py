@@ -1,4 +1,4 @@
-"""Pickles a buffer as ``torch.multiprocessing`` reduces a CUDA tensor, for engines that unpickle such handles."""
+"""Pickles buffers as ``torch.multiprocessing`` reduces CUDA tensors, for engines that unpickle such handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from weightcast.comm.pickle_writer import boolean, integer, integers, raw, seque
 from weightcast.comm.shared_buckets import TorchMemory
 from weightcast.wire.layout import DTYPES
 
-_REBUILD = pickle_writer.name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
+REBUILD = pickle_writer.name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
+_ANY_DEVICE = integer(0)
 
 
 def reduced_storage(memory: TorchMemory, dtype: str) -> bytes:
@@ -19,21 +20,34 @@ def reduced_storage(memory: TorchMemory, dtype: str) -> bytes:
         memory: Storage to pickle.
         dtype: Name in ``DTYPES``, the type of the tensor's elements.
     """
-    arguments = [
+    numel = memory.size_bytes // DTYPES[dtype].itemsize
+    return sequence([REBUILD, sequence(rebuild_arguments(memory, numel=numel, dtype=dtype))])
+
+
+def rebuild_arguments(
+    memory: TorchMemory, *, numel: int, first: int = 0, dtype: str = "uint8", device: bytes = _ANY_DEVICE
+) -> list[bytes]:
+    """Arguments of ``rebuild_cuda_tensor`` for a flat tensor.
+
+    Args:
+        numel: Number of its elements.
+        first: Its first element in the storage.
+        device: The device, pickled; the default is for readers that replace it.
+    """
+    return [
         pickle_writer.name("torch", "Tensor"),
-        integers((memory.size_bytes // DTYPES[dtype].itemsize,)),
+        integers((numel,)),
         integers((1,)),
-        integer(0),
+        integer(first),
         pickle_writer.name("torch.storage", "TypedStorage"),
         pickle_writer.name("torch", dtype),
-        integer(0),
+        device,
         raw(memory.handle),
         integer(memory.size_bytes),
         integer(memory.offset_bytes),
-        boolean(False),
+        boolean(False),  # requires_grad
         raw(memory.ref_counter if memory.kind == "cuda" else memory.manager),
         integer(memory.ref_counter_offset),
         raw(memory.event) if memory.event else pickle_writer.NONE,
         boolean(memory.event_sync),
     ]
-    return sequence([_REBUILD, sequence(arguments)])

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from weightcast.adapters.encoders import KEPT_TOWER, without_tower
 from weightcast.adapters.lmdeploy.handle_cache import HandleCache
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_readable
+from weightcast.adapters.stock import StockAdapter, group_body
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
@@ -30,18 +31,15 @@ _SLEEP = EngineRequest(path="/sleep?level=1")
 _NO_GROUP = "not initialized"  # LMDeploy's words for a group that it does not have
 
 
-class LmdeployAdapter:
+class LmdeployAdapter(StockAdapter):
     """One LMDeploy server: the attention-TP ranks behind one URL."""
 
     packing = Packing(alignment_bytes=1, one_dtype=True, slices=False, gapless=True)
     sharing: Sharing = "ring"
     meeting: Meeting = "torch"
-    in_flight = 1
-    proves: frozenset[Literal["received", "resident"]] = frozenset()
-    leased = False
 
     def __init__(self, info: EngineInfo) -> None:
-        self._info = info
+        super().__init__(info)
         self._handles = HandleCache()
         self._group = ""
         self._got: Delivery | None = None  # how buckets of this session came; None before the first
@@ -52,14 +50,6 @@ class LmdeployAdapter:
         self._sleep_refused = False  # the engine may still map our buffers after an aborted update
         self._paused_at: float | None = None
         self._kept: tuple[str, ...] = ()
-
-    def renew(self, info: EngineInfo) -> None:
-        """As ``Adapter.renew``."""
-        self._info = info
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Always empty: LMDeploy does not list its tensors."""
-        return ()
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``."""
@@ -92,15 +82,7 @@ class LmdeployAdapter:
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; LMDeploy answers when every member has joined."""
-        body = {
-            "master_address": invitation.host,
-            "master_port": invitation.port,
-            "rank_offset": invitation.first_rank,
-            "world_size": invitation.world_size,
-            "group_name": invitation.group,
-            "backend": invitation.backend,
-        }
-        yield from _post("/init_weights_update_group", body)
+        yield from _post("/init_weights_update_group", group_body(invitation))
         self._group = invitation.group
         return Ack(ok=True)
 

@@ -18,7 +18,6 @@ from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
     Abort,
-    Announce,
     Close,
     Commit,
     Fetch,
@@ -67,25 +66,13 @@ class NativeAdapter:
         The plan is named if the engine has it.  An engine that was restarted says that it does not.
         """
         self._plan = message.plan.hash if message.plan is not None else ""
-        if self._plan and self._plan == self._sent:
-            try:
-                return decode_ack((yield self._open(message, named=True)))
-            except TargetRejected as error:
-                if error.status != UNKNOWN_PLAN:
-                    raise
-        ack = decode_ack((yield self._open(message, named=False)))
+        ack = yield from self._told("open", message, known=bool(self._plan) and self._plan == self._sent)
         self._sent = self._plan
         return ack
 
     def prepare(self, message: Prepare) -> Steps:
         """As ``protocols.Preparing.prepare``."""
-        if message.plan.hash == self._sent:
-            try:
-                return decode_ack((yield self._prepare(message, named=True)))
-            except TargetRejected as error:
-                if error.status != UNKNOWN_PLAN:
-                    raise
-        ack = decode_ack((yield self._prepare(message, named=False)))
+        ack = yield from self._told("apply", message, known=message.plan.hash == self._sent)
         self._sent = message.plan.hash
         return ack
 
@@ -101,14 +88,8 @@ class NativeAdapter:
         """
         message = announce_of(session, layout, group=group, shared=shared, plan=self._plan)
         name = name_of_source(message.source) if group is None else ""
-        if name and self._sources.get(layout.index) == name:
-            try:
-                return decode_ack((yield self._announce(message, named=True)))
-            except TargetRejected as error:
-                self._sources.clear()
-                if error.status != UNKNOWN_PLAN:
-                    raise
-        ack = decode_ack((yield self._announce(message, named=False)))
+        known = bool(name) and self._sources.get(layout.index) == name
+        ack = yield from self._told("apply", message, known=known)
         self._sources[layout.index] = name
         return ack
 
@@ -150,14 +131,18 @@ class NativeAdapter:
         except (msgspec.MsgspecError, KeyError) as error:
             raise WireError(f"the answer to /weightcast/score has another form: {error}") from None
 
-    def _open(self, message: Open, *, named: bool) -> EngineRequest:
-        return EngineRequest(path=f"{self._root}/weightcast/open", body=encode(message, named=named), lease=True)
-
-    def _announce(self, message: Announce, *, named: bool) -> EngineRequest:
-        return EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message, named=named))
-
-    def _prepare(self, message: Prepare, *, named: bool) -> EngineRequest:
-        return EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message, named=named))
+    def _told(self, route: str, message: Message, *, known: bool) -> Steps:
+        """Sends a message.  If ``known``, it names its plan or source, which the engine may have lost since."""
+        path, lease = f"{self._root}/weightcast/{route}", route == "open"
+        if known:
+            try:
+                reply = yield EngineRequest(path=path, body=encode(message, named=True), lease=lease)
+                return decode_ack(reply)
+            except TargetRejected as error:
+                self._sources.clear()
+                if error.status != UNKNOWN_PLAN:
+                    raise
+        return decode_ack((yield EngineRequest(path=path, body=encode(message), lease=lease)))
 
     def _apply(self, message: Message) -> Steps:
-        return decode_ack((yield EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message))))
+        return self._told("apply", message, known=False)

@@ -19,6 +19,7 @@ import msgspec
 
 from weightcast.adapters.encoders import TAKES_IMAGES, check_encoders
 from weightcast.adapters.sglang.payload import bucket_payload
+from weightcast.adapters.stock import StockAdapter, group_body
 from weightcast.comm.pickle_writer import listing, pickled_base64
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
@@ -43,18 +44,15 @@ _IN_SESSION = ("group", "memory")
 _PAUSE_WORDS = {"abort": "abort", "retract": "retract", "in_place": "in_place", "wait": "retract"}
 
 
-class SglangAdapter:
+class SglangAdapter(StockAdapter):
     """One SGLang server during its updates."""
 
     packing = Packing(alignment_bytes=1, one_dtype=False, slices=False, gapless=True)
     sharing: Sharing = "torch"
     meeting: Meeting = "torch"
-    in_flight = 1
-    proves: frozenset[Literal["received", "resident"]] = frozenset()
-    leased = False
 
     def __init__(self, info: EngineInfo) -> None:
-        self._info = info
+        super().__init__(info)
         # By default SGLang loads an update into its draft model too, which is another model.
         self._selector = {"selector": "target"} if KEEPS_DRAFT in info.hazards else {}
         self._has_sessions: bool | None = None  # None until the server was asked
@@ -71,14 +69,6 @@ class SglangAdapter:
         self._wants_checksum = False
         self._checksum = ""
         self._expects_change = False
-
-    def renew(self, info: EngineInfo) -> None:
-        """As ``Adapter.renew``."""
-        self._info = info
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Always empty: SGLang does not list its tensors, and skips names that it does not know."""
-        return ()
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``: refuses what SGLang would not take, or take without a word and serve wrongly."""
@@ -125,15 +115,7 @@ class SglangAdapter:
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; SGLang answers when every member has joined."""
         self._groups.add(invitation.group)
-        yield _post(
-            "/init_weights_update_group",
-            master_address=invitation.host,
-            master_port=invitation.port,
-            rank_offset=invitation.first_rank,
-            world_size=invitation.world_size,
-            group_name=invitation.group,
-            backend=invitation.backend,
-        )
+        yield _post("/init_weights_update_group", **group_body(invitation))
         return self._ack()
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:

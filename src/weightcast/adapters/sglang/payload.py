@@ -6,7 +6,6 @@ SGLang's unpickler allows only the names of its own list; all names here are on 
 from __future__ import annotations
 
 from weightcast.comm.pickle_writer import (
-    NONE,
     boolean,
     call,
     integer,
@@ -21,6 +20,7 @@ from weightcast.comm.pickle_writer import (
     text,
 )
 from weightcast.comm.shared_buckets import TorchMemory
+from weightcast.comm.torch_reductions import REBUILD, rebuild_arguments
 from weightcast.wire.layout import BucketLayout
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
@@ -70,21 +70,5 @@ def _cpu_tensor(layout: BucketLayout, memory: TorchMemory) -> bytes:
 
 def _cuda_tensor(layout: BucketLayout, memory: TorchMemory) -> bytes:
     """Torch's arguments for a CUDA tensor, with a UUID as the device, which SGLang maps to its own index."""
-    return call(
-        name(_REDUCTIONS, "rebuild_cuda_tensor"),
-        _TENSOR,
-        integers((layout.size_bytes,)),
-        integers((1,)),
-        integer(0),
-        name("torch.storage", "TypedStorage"),
-        _BYTE,
-        text(memory.device.removeprefix("GPU-")),
-        raw(memory.handle),
-        integer(memory.size_bytes),
-        integer(memory.offset_bytes),
-        boolean(False),
-        raw(memory.ref_counter),
-        integer(memory.ref_counter_offset),
-        raw(memory.event) if memory.event else NONE,
-        boolean(memory.event_sync),
-    )
+    device = text(memory.device.removeprefix("GPU-"))
+    return call(REBUILD, *rebuild_arguments(memory, numel=layout.size_bytes, device=device))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Literal
 
+from weightcast.adapters.stock import StockAdapter
 from weightcast.adapters.vllm import requests
 from weightcast.adapters.vllm.checksums import as_one, checksums, compared
 from weightcast.adapters.vllm.requests import if_there, post
@@ -20,19 +20,14 @@ from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.errors import ConfigError
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Close, Commit, Open
 
 
-class BaseVllmAdapter(ABC):
+class BaseVllmAdapter(StockAdapter, ABC):
     """One vLLM server during its updates."""
 
-    in_flight = 1
-    proves: frozenset[Literal["received", "resident"]] = frozenset()
-    leased = False
-
     def __init__(self, info: EngineInfo) -> None:
-        self._info = info
+        super().__init__(info)
         self._facts = Facts()
         self._paused_s = 0.0  # time.monotonic() of the pause; 0 if this session has not paused the engine
         self._started = False
@@ -41,14 +36,6 @@ class BaseVllmAdapter(ABC):
         self._version = 0
         self._wants_checksums = False
         self._checksums: dict[str, str] = {}
-
-    def renew(self, info: EngineInfo) -> None:
-        """As ``Adapter.renew``."""
-        self._info = info
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Always empty: vLLM does not list its tensors."""
-        return ()
 
     def open(self, message: Open) -> Steps:
         """Pauses the engine and starts a weight update.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from weightcast.comm import pickle_writer
 from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.comm.torch_reductions import rebuild_arguments
 from weightcast.errors import ConfigError
 
 # Key under which vLLM's ranks look for rank 0's first broadcast in the group's store.
@@ -46,22 +47,5 @@ def _rebuild_arguments(memory: TorchMemory) -> bytes:
             "vLLM's backend ipc maps memory of a GPU only, and these weights are on the CPU",
             hint="move the weights to the engine's GPU, or start vLLM with weightcast's own backend",
         )
-    return pickle_writer.sequence(
-        [
-            pickle_writer.name("torch", "Tensor"),
-            pickle_writer.integers([memory.size_bytes - memory.first_byte]),
-            pickle_writer.integers([1]),
-            pickle_writer.integer(memory.first_byte),
-            pickle_writer.name("torch.storage", "TypedStorage"),
-            pickle_writer.name("torch", "uint8"),
-            pickle_writer.integer(0),  # device; the reader replaces it
-            pickle_writer.raw(memory.handle),
-            pickle_writer.integer(memory.size_bytes),
-            pickle_writer.integer(memory.offset_bytes),
-            pickle_writer.boolean(False),  # requires_grad
-            pickle_writer.raw(memory.ref_counter),
-            pickle_writer.integer(memory.ref_counter_offset),
-            pickle_writer.raw(memory.event),
-            pickle_writer.boolean(memory.event_sync),
-        ]
-    )
+    first = memory.first_byte
+    return pickle_writer.sequence(rebuild_arguments(memory, numel=memory.size_bytes - first, first=first))
