@@ -12,20 +12,27 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from weightcast.errors import Refused, error_words
+from weightcast.receiver.engine_state import EngineFacts, EngineHooks
+from weightcast.receiver.executor import Executor
 from weightcast.receiver.session import SessionHandler
+from weightcast.watch.listeners import Events
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.status import EngineStatus
 
 T = TypeVar("T")
 
 
-class SleepHooks(Protocol):
-    """The engine's hooks, as sleep needs them."""
+class TellsSleep(EngineHooks, Protocol):
+    """Hooks of an engine whose memory may sleep."""
 
     @property
     def asleep(self) -> frozenset[str]:
         """Tags of the memory that sleeps."""
         ...
+
+
+class SleepHooks(TellsSleep, Protocol):
+    """Hooks that hold requests back while memory sleeps."""
 
     def hold_for_sleep(self) -> None:
         """Holds new requests back; returns when none runs.  Raises ``Refused`` if some do; then nothing is held."""
@@ -42,22 +49,25 @@ class SleepHooks(Protocol):
 class SleepingSessions(SessionHandler):
     """The sessions of an engine whose memory may sleep; its description of itself says what does."""
 
-    sleep_hooks: SleepHooks
+    def __init__(
+        self, executor: Executor, hooks: TellsSleep, facts: EngineFacts, *, version: int | None, events: Events
+    ) -> None:
+        super().__init__(executor, hooks, facts, version=version, events=events)
+        self._tells_sleep = hooks
 
     def info(self) -> EngineInfo:
         """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
         info = super().info()
-        return msgspec.structs.replace(info, message=with_sleep(info.message, self.sleep_hooks.asleep))
+        return msgspec.structs.replace(info, message=self._with_sleep(info.message))
 
     def status(self) -> EngineStatus:
         """Implements ``SessionHandler.status``, likewise."""
         status = super().status()
-        return msgspec.structs.replace(status, message=with_sleep(status.message, self.sleep_hooks.asleep))
+        return msgspec.structs.replace(status, message=self._with_sleep(status.message))
 
-
-def with_sleep(message: str, asleep: Collection[str]) -> str:
-    """Adds the tags of the memory that sleeps to a message."""
-    return "; ".join(filter(None, (message, f"asleep: {', '.join(sorted(asleep))}" if asleep else "")))
+    def _with_sleep(self, message: str) -> str:
+        asleep = ", ".join(sorted(self._tells_sleep.asleep))
+        return "; ".join(filter(None, (message, asleep and f"asleep: {asleep}")))
 
 
 async def between_updates(engine: SessionHandler, do: Callable[[], T], refusal: Callable[[str], Exception]) -> T:

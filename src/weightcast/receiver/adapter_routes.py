@@ -9,15 +9,20 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
-from starlette.concurrency import run_in_threadpool
 
-from weightcast.errors import Refused, WireError, error_words
-from weightcast.receiver.server import NOT_FOR_YOU, Answers, no_browsers, read_body, refusal, reply, weight_routes
+from weightcast.errors import WireError
+from weightcast.receiver.server import (
+    NOT_FOR_YOU,
+    Answers,
+    Late,
+    carried_out,
+    no_browsers,
+    read_body,
+    refusal,
+    weight_routes,
+)
 from weightcast.wire.adapters import ADAPTERS, MAX_REQUEST_BYTES, AdapterRequest, adapter_path, decode_adapter_request
-from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.messages import Message
-from weightcast.wire.status import EngineStatus
 
 
 class Adapter(Answers, Protocol):
@@ -70,10 +75,7 @@ def adapter_routes(adapters: Callable[[], TakesAdapters], attach: Callable[[APIR
             wanted = decode_adapter_request(body)
         except WireError as error:
             return refusal(400, str(error))
-        try:
-            return reply(await run_in_threadpool(register, wanted))
-        except Refused as error:
-            return refusal(409, error_words(error))
+        return await carried_out(lambda: register(wanted))
 
     @router.get(ADAPTERS, summary="The descriptions of all LoRA adapters, without their tensors")
     async def list_() -> list[dict[str, object]]:
@@ -85,48 +87,33 @@ def adapter_routes(adapters: Callable[[], TakesAdapters], attach: Callable[[APIR
 
     @router.delete(ADAPTERS + "/{name}", summary="Take a LoRA adapter out", response_class=Response)
     async def drop_(name: str) -> Response:
-        try:
-            there = await run_in_threadpool(adapters().drop, name)
-        except Refused as error:
-            return refusal(409, error_words(error))
-        return Response(status_code=204) if there else refusal(404, f"there is no adapter {name}")
+        def drop() -> Response:
+            there = adapters().drop(name)
+            return Response(status_code=204) if there else refusal(404, f"there is no adapter {name}")
+
+        return await carried_out(drop)
 
     return router
 
 
-class _Late:
+class _Late(Late):
     """The adapter that has a name now: routes stay when an adapter is taken out."""
 
     def __init__(self, adapters: Callable[[], TakesAdapters], name: str) -> None:
+        super().__init__(self._find)
         self._adapters = adapters
         self._name = name
-
-    def info(self) -> EngineInfo:
-        """As ``Answers.info``."""
-        return self._now().info()
-
-    def status(self) -> EngineStatus:
-        """As ``Answers.status``."""
-        return self._now().status()
-
-    def apply(self, message: Message) -> Ack:
-        """As ``Answers.apply``."""
-        return self._now().apply(message)
 
     def holds(self, session: str) -> bool:
         """As ``Answers.holds``; an adapter that was taken out holds none."""
         adapter = self._adapters().find(self._name)
         return adapter is not None and adapter.holds(session)
 
-    def lease_lost(self, session: str) -> None:
-        """As ``Answers.lease_lost``."""
-        self._now().lease_lost(session)
-
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """As ``Adapter.score``."""
-        return self._now().score(token_ids)
+        return self._find().score(token_ids)
 
-    def _now(self) -> Adapter:
+    def _find(self) -> Adapter:
         adapter = self._adapters().find(self._name)
         if adapter is None:
             raise HTTPException(404, f"there is no adapter {self._name}")

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.receiver.rank_connections import CLOSE, ConnectedRanks, limit_sends, serve_messages
-from weightcast.receiver.rank_replies import answer_work
+from weightcast.receiver.rank_replies import Messenger, answer_work
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
 
@@ -30,19 +30,11 @@ _STOP_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Worker(Protocol):
+class Worker(Messenger, Protocol):
     """The object in each rank's process that carries out messages and work."""
 
-    def apply(self, message: Message) -> RankAck:
-        """Carries out a weight message.  Called by one thread at a time, possibly while ``run`` runs."""
-        ...
-
     def run(self, command: bytes) -> bytes:
-        """Does the engine's own work; opaque here."""
-        ...
-
-    def interrupt(self, reason: str) -> None:
-        """Ends a wait inside ``apply`` now.  Called from another thread."""
+        """Does the engine's own work, possibly while a message is carried out; opaque here."""
         ...
 
     def close(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from starlette.concurrency import run_in_threadpool
 
-from weightcast.errors import Refused, WeightcastError, WireError, error_words
+from weightcast.errors import WireError
 from weightcast.receiver.schemas import json_content
-from weightcast.receiver.server import NOT_FOR_YOU, Refusal, no_browsers, read_body, refusal, reply
+from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, no_browsers, read_body, refusal
+from weightcast.receiver.session import SessionHandler
 from weightcast.wire.codec import decode
 from weightcast.wire.messages import ReadChunk
 from weightcast.wire.peer_routes import BOXES, CHUNK
@@ -19,19 +19,7 @@ from weightcast.wire.pieces import WantedBoxes
 _MAX_REQUEST_BYTES = 4096
 
 
-class GivesChunks(Protocol):
-    """The part of ``SessionHandler`` that the routes need."""
-
-    def read_chunk(self, message: ReadChunk) -> bytes:
-        """As ``SessionHandler.read_chunk``."""
-        ...
-
-    def boxes(self) -> WantedBoxes:
-        """As ``SessionHandler.boxes``."""
-        ...
-
-
-def peer_routes(engine: Callable[[], GivesChunks]) -> APIRouter:
+def peer_routes(engine: Callable[[], SessionHandler]) -> APIRouter:
     """Returns the routes; ``engine`` returns the session handler of the engine whose weights are read."""
     router = APIRouter(tags=["peers"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU)
 
@@ -52,13 +40,7 @@ def peer_routes(engine: Callable[[], GivesChunks]) -> APIRouter:
             return refusal(400, str(error))
         if not isinstance(message, ReadChunk):
             return refusal(400, "this route takes only ReadChunk; other messages go to /weightcast/apply")
-        try:
-            data = await run_in_threadpool(engine().read_chunk, message)
-        except Refused as error:
-            return refusal(409, error_words(error))
-        except WeightcastError as error:
-            return refusal(500, error_words(error))
-        return Response(data, media_type="application/octet-stream")
+        return await carried_out(lambda: Response(engine().read_chunk(message), media_type="application/octet-stream"))
 
     @router.get(
         BOXES,
@@ -67,12 +49,7 @@ def peer_routes(engine: Callable[[], GivesChunks]) -> APIRouter:
         responses={200: json_content("The boxes", WantedBoxes), 409: _REFUSED, 500: _REFUSED},
     )
     async def boxes() -> Response:
-        try:
-            return reply(await run_in_threadpool(engine().boxes))
-        except Refused as error:
-            return refusal(409, error_words(error))
-        except WeightcastError as error:
-            return refusal(500, error_words(error))
+        return await carried_out(lambda: engine().boxes())
 
     return router
 

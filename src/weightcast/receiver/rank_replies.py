@@ -13,14 +13,14 @@ _OK, _FAILED = b"+", b"-"
 
 
 class Messenger(Protocol):
-    """The part of ``Worker`` that the message lane needs."""
+    """The object in a rank's process that carries out weight messages."""
 
     def apply(self, message: Message) -> RankAck:
-        """As ``Worker.apply``."""
+        """Carries out a message.  Called by one thread at a time."""
         ...
 
     def interrupt(self, reason: str) -> None:
-        """As ``Worker.interrupt``."""
+        """Ends a wait inside ``apply`` now.  Called from another thread."""
         ...
 
 

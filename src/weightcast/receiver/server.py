@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from weightcast.errors import ConfigError, WeightcastError, WireError
+from weightcast.errors import ConfigError, Refused, WeightcastError, WireError, error_words
 from weightcast.receiver.schemas import json_content
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, PREPARE_SCHEMA, decode, encode
@@ -96,6 +96,34 @@ class Answers(Protocol):
     def lease_lost(self, session: str) -> None:
         """As ``SessionHandler.lease_lost``."""
         ...
+
+
+class Late:
+    """``Answers`` of an engine that may not be there yet, or may be another one at the next request."""
+
+    def __init__(self, now: Callable[[], Answers]) -> None:
+        """``now`` returns the engine, or raises ``HTTPException``."""
+        self._now = now
+
+    def info(self) -> EngineInfo:
+        """As ``Answers.info``."""
+        return self._now().info()
+
+    def status(self) -> EngineStatus:
+        """As ``Answers.status``."""
+        return self._now().status()
+
+    def apply(self, message: Message) -> Ack:
+        """As ``Answers.apply``."""
+        return self._now().apply(message)
+
+    def holds(self, session: str) -> bool:
+        """As ``Answers.holds``."""
+        return self._now().holds(session)
+
+    def lease_lost(self, session: str) -> None:
+        """As ``Answers.lease_lost``."""
+        self._now().lease_lost(session)
 
 
 def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
@@ -246,6 +274,17 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
         return refusal(UNKNOWN_PLAN, str(error))
     except WireError as error:
         return refusal(400, str(error))
+
+
+async def carried_out(do: Callable[[], Response | msgspec.Struct]) -> Response:
+    """Calls a function on a thread, and answers with what it returns or the words of its error."""
+    try:
+        answer = await run_in_threadpool(do)
+    except Refused as error:
+        return refusal(409, error_words(error))
+    except WeightcastError as error:
+        return refusal(500, error_words(error))
+    return answer if isinstance(answer, Response) else reply(answer)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes | Response:

@@ -75,7 +75,6 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
-    engine.sleep_hooks = hooks
     cannot_wake = f"no sleep: {NO_ANSWERS}, so it could not wake up" if mp_executor(config) else ""
     guard_sleep(router, async_engine, engine, hooks, calls, never=cannot_wake)
     admit_own_updates(router, engine, hooks, calls, folder)

@@ -67,7 +67,6 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
-    engine.sleep_hooks = hooks
     guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(server_args))
     _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
     close_other_updates(app, tokenizer_manager, AuthLevel.ADMIN_OPTIONAL)

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request
 
 from weightcast.errors import ConfigError, Refused
@@ -19,7 +18,7 @@ from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of, transports_of
 from weightcast.plugins.server_events import server_events
-from weightcast.plugins.sleeping import with_sleep
+from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
@@ -31,14 +30,12 @@ from weightcast.receiver.adapter_routes import adapter_routes
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.peer_routes import peer_routes
-from weightcast.receiver.server import weight_routes
+from weightcast.receiver.server import Late, weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.turns import Turns
 from weightcast.report import count_of
 from weightcast.wire.answers import Ack
-from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Message
-from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
@@ -49,13 +46,14 @@ _RANDOM = "vLLM was started with random weights (--load-format dummy): it is pau
 _FIRST_VERSION = 0  # of the weights that vLLM was started with
 
 
-class Endpoints:
+class Endpoints(Late):
     """vLLM's endpoint plug-in: ``attach_router`` adds the routes, and ``init_state`` connects the engine later."""
 
     name = "weightcast"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
+        super().__init__(self._ready)
         self._engine: SessionHandler | None = None
         self._hooks: VllmHooks | None = None
         self._keys = Keys(())
@@ -84,36 +82,15 @@ class Endpoints:
 
     # -- methods that the routes call
 
-    def info(self) -> EngineInfo:
-        """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
-        info = self._ready().info()
-        return msgspec.structs.replace(info, message=self._with_sleep(info.message))
-
-    def status(self) -> EngineStatus:
-        """Implements ``SessionHandler.status``, likewise."""
-        status = self._ready().status()
-        return msgspec.structs.replace(status, message=self._with_sleep(status.message))
-
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
         return self._turns.apply(self._ready(), message)
-
-    def holds(self, session: str) -> bool:
-        """Implements ``SessionHandler.holds``."""
-        return self._ready().holds(session)
-
-    def lease_lost(self, session: str) -> None:
-        """Implements ``SessionHandler.lease_lost``."""
-        self._ready().lease_lost(session)
 
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Returns the log-probability of each token but the first, given those before it."""
         if self._hooks is None or self._ready().state == "quarantined" or self._hooks.asleep:
             raise Refused("this engine is paused and cannot score")
         return self._hooks.score(token_ids)
-
-    def _with_sleep(self, message: str) -> str:
-        return with_sleep(message, self._hooks.asleep if self._hooks is not None else ())
 
     def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace, serving: Any) -> None:
         import vllm
@@ -185,7 +162,7 @@ class Endpoints:
             ),
         )
         self._hooks = hooks
-        self._engine = SessionHandler(
+        self._engine = SleepingSessions(
             executor, hooks, facts, version=_FIRST_VERSION, events=server_events(name, version=_FIRST_VERSION)
         )
         self._adapters = Adapters(
