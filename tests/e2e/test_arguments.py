@@ -9,7 +9,7 @@ from tests.harness import Engine, digests_of, next_version, trainer_of
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
-from weightcast.update.arguments import bytes_of, dtype_name_of, exporter_of, targets_of
+from weightcast.update.arguments import bytes_of, exporter_of, targets_of, wire_dtype_of
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +144,8 @@ def test_a_size_may_be_text(text, size):
     [
         (lambda: bytes_of("bucket_bytes", "512 potatoes"), r"bucket_bytes='512 potatoes': .* is not a size"),
         (lambda: bytes_of("bucket_bytes", 5e8), r"bucket_bytes=500000000\.0 is not a size"),
-        (lambda: dtype_name_of("wire_dtype", torch.complex64), r"wire_dtype=torch\.complex64: choose one of float64"),
-        (lambda: dtype_name_of("wire_dtype", "bf17"), r"wire_dtype='bf17': choose one of"),
+        (lambda: wire_dtype_of(torch.complex64), r"wire_dtype=torch\.complex64: choose one of float64"),
+        (lambda: wire_dtype_of("bf17"), r"wire_dtype='bf17': choose one of"),
         (lambda: exporter_of(object(), None), r"an object of type object is no model that can be exported"),
         (lambda: exporter_of("/nowhere/at/all", None), r"/nowhere/at/all"),
         (lambda: exporter_of({"step": 3, "a": torch.ones(1)}, None), r"step is a int, and only tensors"),

@@ -6,9 +6,8 @@ unit has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -16,10 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from weightcast.errors import ConfigError
-from weightcast.exporters.gathered import GatheredExporter, GatheredTensors, refuse_adapters
-from weightcast.exporters.mapping import Family
-from weightcast.exporters.module_tensors import check_tensor, places_of
-from weightcast.wire.box import Box
+from weightcast.exporters.gathered import GatheredExporter, GatheredTensors
+from weightcast.exporters.module_tensors import Place
 
 
 def is_sharded_by_fsdp1(model: nn.Module) -> bool:
@@ -46,47 +43,32 @@ class Fsdp1Exporter(GatheredExporter):
 
     framework: ClassVar[str] = "FSDP1"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        wire_dtype: torch.dtype | None = None,
-        names: Callable[[str], str] | None = None,
-        family: Family | str | None = None,
-    ) -> None:
-        refuse_adapters(model, self.framework)
-        super().__init__(model, _FlatTensors(model), wire_dtype=wire_dtype, names=names, family=family)
+    def tensors_of(self, model: nn.Module) -> GatheredTensors:
+        """Implements ``GatheredExporter.tensors_of``."""
+        return _FlatTensors(model)
 
 
 class _FlatTensors(GatheredTensors):
     """Tensors that FSDP1 shows whole while their unit is gathered, and as flat runs otherwise.  Collective."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._shard_of = None
-        self._fsdp_modules = []
-        self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
         self._units: list[FullyShardedDataParallel] = []
         unit_of: dict[int, FullyShardedDataParallel | None] = {}
         self._find_units(model, None, unit_of)
-        shapes: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         # The outermost first: FSDP1 takes the first unit that gathers for the root.
         for unit in self._units:
             inside = [module for module in model.modules() if unit_of[id(module)] is unit]
             with _whole(unit):
                 for module in inside:
                     for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-                        shapes[id(module), name] = tuple(tensor.shape)
-        self.places = []
-        self._unit_of: list[FullyShardedDataParallel | None] = []
-        seen: set[int] = set()
-        for place, tensor in places_of(model, fsdp1=True):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                check_tensor(place.name, tensor)
-                shape = shapes.get((id(place.module), place.attribute))
-                self.places.append(place if shape is None else replace(place, shape=shape))
-                self._unit_of.append(unit_of[id(place.module)])
-        self._settle()
+                        self._shapes[id(module), name] = tuple(tensor.shape)
+        super().__init__(model, fsdp1=True)
+        self._unit_of = [unit_of[id(place.module)] for place in self.places]
+
+    def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Implements ``PlacedTensors.gathered_shape``."""
+        return self._shapes.get((id(place.module), place.attribute))
 
     def _find_units(
         self,

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import ClassVar
@@ -18,6 +18,7 @@ from torch import nn
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
+from weightcast.exporters.mapping import Family
 from weightcast.exporters.module import NamedExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.peft_layers import adapter_tensors
@@ -72,25 +73,46 @@ class GatheredTensors(PlacedTensors, ABC):
         return whole, torch.empty(place.shape, dtype=place.dtype, device="meta")
 
 
-class GatheredExporter(NamedExporter):
+class GatheredExporter(NamedExporter, ABC):
     """Base of the exporters of such models.
 
     Every rank gathers the parameters of a bucket while it is filled.  Ranks sum what they have gathered, so a rank that
     got other values is found; a partition that its owner lost is not.
 
     Args:
-        model: The whole module.
-        tensors: Its tensors.
+        model: The module, or DeepSpeed's engine around it.
         wire_dtype: The same as for ``ModuleExporter``.
         names: The same as for ``ModuleExporter``.
         family: The same as for ``ModuleExporter``.
 
     Raises:
-        ConfigError: The model has tensors that cannot be sent; nothing has moved.
+        ConfigError: The model has adapters, or tensors that cannot be sent; nothing has moved.
     """
 
     framework: ClassVar[str]
     _tensors: GatheredTensors
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        names: Callable[[str], str] | None = None,
+        family: Family | str | None = None,
+    ) -> None:
+        if type(model).__name__ == "DeepSpeedEngine":
+            model = model.module  # pyright: ignore[reportAssignmentType]
+        if adapter_tensors(model):
+            raise ConfigError(
+                f"the model has adapters, and {self.framework} has partitioned them, so they cannot be merged on the "
+                "way",
+                hint="merge the adapters into a copy of the model, or train with FSDP2 or ZeRO stage 2",
+            )
+        super().__init__(model, self.tensors_of(model), wire_dtype=wire_dtype, names=names, family=family)
+
+    @abstractmethod
+    def tensors_of(self, model: nn.Module) -> GatheredTensors:
+        """The tensors of a model, which the framework has partitioned."""
 
     def shards(self) -> Iterator[Shard]:
         """Raises an error: partitions are no boxes of tensors.
@@ -116,12 +138,3 @@ class GatheredExporter(NamedExporter):
         """
         with self._tensors.gathered(self.sources(layout)):
             return super().fill(bucket, layout, group, sources)
-
-
-def refuse_adapters(model: nn.Module, framework: str) -> None:
-    """Raises ``ConfigError`` if the model has adapters, which cannot be merged on the way."""
-    if adapter_tensors(model):
-        raise ConfigError(
-            f"the model has adapters, and {framework} has partitioned them, so they cannot be merged on the way",
-            hint="merge the adapters into a copy of the model, or train with FSDP2 or ZeRO stage 2",
-        )

@@ -9,7 +9,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -51,6 +51,7 @@ class PlacedTensors:
         shard_of: Place of a plain parameter in the whole tensor; None if every plain parameter is whole.
         name_of: Function of a module, its path without wrappers, and an attribute.  It returns the tensor's name, or
             None to leave the tensor out.
+        fsdp1: As for ``places_of``.
 
     Attributes:
         places: Every tensor's place, in the order of the module's ``state_dict``.
@@ -66,6 +67,7 @@ class PlacedTensors:
         *,
         shard_of: ShardOf | None = None,
         name_of: Callable[[nn.Module, str, str], str | None] | None = None,
+        fsdp1: bool = False,
     ) -> None:
         self._shard_of = shard_of
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -73,11 +75,12 @@ class PlacedTensors:
         self.reshard()
         self.places: list[Place] = []
         seen: set[int] = set()
-        for place, tensor in places_of(model, shard_of=shard_of, name_of=name_of):
+        for place, tensor in places_of(model, shard_of=shard_of, name_of=name_of, fsdp1=fsdp1):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 check_tensor(place.name, tensor)
-                self.places.append(place)
+                shape = self.gathered_shape(place, tensor)
+                self.places.append(place if shape is None else replace(place, shape=shape))
         if not self.places:
             raise ConfigError("the model has no parameters and no persistent buffers")
         self._settle()
@@ -89,6 +92,10 @@ class PlacedTensors:
             if part is not None:
                 device_bytes[part[1].device] += part[1].nbytes
         self.device = device_bytes.most_common(1)[0][0] if device_bytes else torch.device("cpu")
+
+    def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """The shape of a tensor that the trainer's framework has partitioned; None for all others."""
+        return None
 
     def holds(self, number: int) -> bool:
         """False for a tensor that is in another rank's module only."""

@@ -6,18 +6,15 @@ DeepSpeed is never imported: it is there if the model comes from it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from weightcast.exporters.gathered import GatheredExporter, GatheredTensors, refuse_adapters
-from weightcast.exporters.mapping import Family
-from weightcast.exporters.module_tensors import places_of
-from weightcast.wire.box import Box
+from weightcast.exporters.gathered import GatheredExporter, GatheredTensors
+from weightcast.exporters.module_tensors import Place
 
 
 def is_partitioned(model: nn.Module) -> bool:
@@ -44,35 +41,17 @@ class Zero3Exporter(GatheredExporter):
 
     framework: ClassVar[str] = "ZeRO stage 3"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        wire_dtype: torch.dtype | None = None,
-        names: Callable[[str], str] | None = None,
-        family: Family | str | None = None,
-    ) -> None:
-        if type(model).__name__ == "DeepSpeedEngine":
-            model = model.module  # pyright: ignore[reportAssignmentType]
-        refuse_adapters(model, self.framework)
-        super().__init__(model, _PartitionedTensors(model), wire_dtype=wire_dtype, names=names, family=family)
+    def tensors_of(self, model: nn.Module) -> GatheredTensors:
+        """Implements ``GatheredExporter.tensors_of``."""
+        return _PartitionedTensors(model)
 
 
 class _PartitionedTensors(GatheredTensors):
     """Tensors of which DeepSpeed shows each whole while it is gathered, and empty otherwise."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._shard_of = None
-        self._fsdp_modules = []
-        self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
-        self.places = []
-        seen: set[int] = set()
-        for place, tensor in places_of(model):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                shape = _whole_shape(tensor)
-                self.places.append(place if shape is None else replace(place, shape=shape))
-        self._settle()
+    def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Implements ``PlacedTensors.gathered_shape``."""
+        return _whole_shape(tensor)
 
     def gathered(self, numbers: Sequence[int]) -> AbstractContextManager[object]:
         """Implements ``GatheredTensors.gathered``."""

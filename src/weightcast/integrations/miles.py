@@ -34,9 +34,9 @@ from weightcast.errors import ConfigError, DeadlineExceeded, TrainerRankFailed
 from weightcast.exporters import casting
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.report import UpdateReport
-from weightcast.update.arguments import dtype_name_of
+from weightcast.update.arguments import wire_dtype_of
 from weightcast.update.updater import WeightUpdater
-from weightcast.wire.layout import DTYPES, TensorSpec
+from weightcast.wire.layout import TensorSpec
 
 _Bucket = list[tuple[str, torch.Tensor]]
 
@@ -104,8 +104,7 @@ class WeightcastProtocol(WeightTransferProtocol):
         self.group_name = "weightcast"
         self.report: UpdateReport | None = None
         options = dict(getattr(args, "weightcast", None) or {})
-        wanted = options.pop("wire_dtype", None)
-        self._wire_dtype = None if wanted is None else DTYPES[dtype_name_of("wire_dtype", wanted)]
+        self._wire_dtype = wire_dtype_of(options.pop("wire_dtype", None))
         options.setdefault("pause", getattr(args, "pause_generation_mode", "abort"))
         self._options: dict[str, Any] = options
         self._timeout_s = float(options.get("timeout_s", _TIMEOUT_S))

@@ -30,8 +30,7 @@ from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.errors import ConfigError
 from weightcast.integrations.tensor_stream import StreamReceiver, StreamSender
-from weightcast.update.arguments import bytes_of, dtype_name_of
-from weightcast.wire.layout import DTYPES
+from weightcast.update.arguments import bytes_of, wire_dtype_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):
         self._bucket_bytes = bytes_of("bucket_size", bucket_size)
         self._is_master = is_master
         self._timeout_s = timeout_s
-        self._wire_dtype = None if wire_dtype is None else DTYPES[dtype_name_of("wire_dtype", wire_dtype)]
+        self._wire_dtype = wire_dtype_of(wire_dtype)
         self._rebuild = rebuild_group
         self._device = device
         self._store: Rendezvous | None = None

@@ -36,9 +36,9 @@ from weightcast.errors import ConfigError
 from weightcast.exporters import casting
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.report import UpdateReport
-from weightcast.update.arguments import Targets, dtype_name_of
+from weightcast.update.arguments import Targets, wire_dtype_of
 from weightcast.update.updater import WeightUpdater
-from weightcast.wire.layout import DTYPES, TensorSpec, dtype_name
+from weightcast.wire.layout import TensorSpec, dtype_name
 
 
 @dataclass
@@ -112,8 +112,7 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
                 hint='name the servers: WeightcastTrainerInitInfo(rank=..., targets=["http://host:port"])',
             )
         options = dict(init_info.options)
-        wanted = options.pop("wire_dtype", None)
-        wire_dtype = None if wanted is None else DTYPES[dtype_name_of("wire_dtype", wanted)]
+        wire_dtype = wire_dtype_of(options.pop("wire_dtype", None))
         casting.check_wire_dtype(wire_dtype)
         specs = [
             TensorSpec(name=meta.name, dtype=dtype_name(casting.wire_dtype(meta.dtype, wire_dtype)), shape=meta.shape)

@@ -24,9 +24,8 @@ from weightcast.config import Target
 from weightcast.errors import ConfigError
 from weightcast.exporters.converter import BridgeExporter, NamedTensors
 from weightcast.report import UpdateReport
-from weightcast.update.arguments import dtype_name_of
+from weightcast.update.arguments import wire_dtype_of
 from weightcast.update.updater import WeightUpdater
-from weightcast.wire.layout import DTYPES
 
 _TRANSPORTS = {"ipc": "ipc", "nccl": "broadcast", "checkpoint_engine": "checkpoint-engine"}
 
@@ -180,10 +179,9 @@ class UpdateWeighter:
 
     def _connect(self) -> WeightUpdater:
         options: dict[str, Any] = {"pause": "abort", **self._options, "transport": self._transport}
-        wanted = options.pop("wire_dtype", None)
         exporter = BridgeExporter(
             self._tensors,
-            wire_dtype=None if wanted is None else DTYPES[dtype_name_of("wire_dtype", wanted)],
+            wire_dtype=wire_dtype_of(options.pop("wire_dtype", None)),
             device=_device(),
         )
         return WeightUpdater.connect(exporter, self._targets, **options)

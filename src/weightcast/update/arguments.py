@@ -53,16 +53,21 @@ def bytes_of(option: str, value: object) -> int:
     return value
 
 
-def dtype_name_of(option: str, value: object) -> str:
-    """Returns the wire name of a torch dtype, its name or a short form (``"bf16"``); raises ``ConfigError`` if none."""
+def wire_dtype_of(value: object) -> torch.dtype | None:
+    """Returns the option ``wire_dtype``, a torch dtype, its name or a short form (``"bf16"``), as a dtype.
+
+    None stays None.  Raises ``ConfigError`` for anything else.
+    """
+    if value is None:
+        return None
     if isinstance(value, torch.dtype):
         name = NAMES.get(value, str(value))
     else:
         name = value.removeprefix("torch.") if isinstance(value, str) else repr(value)
         name = _SHORT.get(name, name)
     if name not in DTYPES:
-        raise ConfigError(f"{option}={value!r}: choose one of {', '.join(DTYPES)}")
-    return name
+        raise ConfigError(f"wire_dtype={value!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def targets_of(targets: Targets) -> tuple[Target, ...]:

@@ -39,10 +39,10 @@ from weightcast.update.arguments import (
     Targets,
     adapter_of,
     bytes_of,
-    dtype_name_of,
     exporter_of,
     listeners_of,
     targets_of,
+    wire_dtype_of,
     with_draft,
 )
 from weightcast.update.attempts import Attempts
@@ -60,7 +60,7 @@ from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import TrainerSpans
 from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.adapters import AdapterRequest
-from weightcast.wire.layout import BucketLayout, plan_buckets
+from weightcast.wire.layout import BucketLayout, dtype_name, plan_buckets
 
 
 # Over 350 lines: `connect` lists every option with its type, so that editors complete them.
@@ -186,7 +186,7 @@ class WeightUpdater:
             digest=digest,
             timeout_s=timeout_s,
             on_failure=on_failure,
-            wire_dtype=dtype_name_of("wire_dtype", wire_dtype) if wire_dtype is not None else None,
+            wire_dtype=None if (dtype := wire_dtype_of(wire_dtype)) is None else dtype_name(dtype),
             check_finite=check_finite,
             require=require,
             first_version=first_version,
