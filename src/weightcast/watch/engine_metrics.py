@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, within
-from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, CountsLater, unix_time
+from weightcast.watch.instruments import UNKNOWN, CountsLater, counted, seconds_by, shown_now, unix_time
 
 STATES = ("serving", "updating", "quarantined")
 
@@ -17,55 +17,35 @@ class _Instruments:
     """The metrics themselves; ``model_name`` is the label that vLLM and SGLang use."""
 
     def __init__(self) -> None:
-        self.update_seconds = Histogram(
+        self.update_seconds = seconds_by(
             "weightcast_engine_update_seconds",
             "Seconds of a committed update by phase, on the slowest rank; phase total is the whole session.",
             ["model_name", "phase", "transport"],
-            buckets=SECONDS,
-            registry=None,
         )
-        self.stall_seconds = Histogram(
+        self.stall_seconds = seconds_by(
             "weightcast_engine_stall_seconds",
             "Seconds in which a committed update kept the engine from generating.",
             ["model_name"],
-            buckets=SECONDS,
-            registry=None,
         )
-        self.received = Counter(
+        self.received = counted(
             "weightcast_engine_received_bytes",
             "Bytes of weights that each rank has received, by transport.",
             ["model_name", "transport"],
-            registry=None,
         )
-        self.started = Counter(
-            "weightcast_engine_updates_started", "Sessions that were opened.", ["model_name"], registry=None
+        self.started = counted("weightcast_engine_updates_started", "Sessions that were opened.", ["model_name"])
+        self.finished = counted(
+            "weightcast_engine_updates_finished", "Sessions that are over, by outcome.", ["model_name", "outcome"]
         )
-        self.finished = Counter(
-            "weightcast_engine_updates_finished",
-            "Sessions that are over, by outcome.",
-            ["model_name", "outcome"],
-            registry=None,
+        self.version = shown_now(
+            "weightcast_engine_version", "Weight version that the engine serves; NaN if it is unknown.", ["model_name"]
         )
-        self.version = Gauge(
-            "weightcast_engine_version",
-            "Weight version that the engine serves; NaN if it is unknown.",
-            ["model_name"],
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
+        self.state = shown_now(
+            "weightcast_engine_state", "1 for the state that the engine is in.", ["model_name", "state"]
         )
-        self.state = Gauge(
-            "weightcast_engine_state",
-            "1 for the state that the engine is in.",
-            ["model_name", "state"],
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
-        )
-        self.last_update = Gauge(
+        self.last_update = shown_now(
             "weightcast_engine_last_update_timestamp_seconds",
             "Unix time of the last committed update; 0 before the first.",
             ["model_name"],
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
         )
 
 

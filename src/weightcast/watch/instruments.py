@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
@@ -39,6 +40,11 @@ SECONDS = (
 UNKNOWN = math.nan
 # One process at a time sets a gauge of ours.  Other modes would add a label with the process id.
 GAUGE_MODE = "mostrecent"
+
+# Instruments that no registry reads yet; see ``CountsLater.register``.
+seconds_by = functools.partial(Histogram, buckets=SECONDS, registry=None)
+counted = functools.partial(Counter, registry=None)
+shown_now = functools.partial(Gauge, multiprocess_mode=GAUGE_MODE, registry=None)
 
 
 def several_processes() -> bool:

@@ -6,12 +6,20 @@ import functools
 import threading
 from typing import Any, get_args
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Summary, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, Summary, start_http_server
 
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
 from weightcast.watch.events import Outcome, TargetsChanged, UpdateEnded, UpdateStarted
-from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, CountsLater, several_processes, unix_time
+from weightcast.watch.instruments import (
+    UNKNOWN,
+    CountsLater,
+    counted,
+    seconds_by,
+    several_processes,
+    shown_now,
+    unix_time,
+)
 from weightcast.watch.listeners import Events
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
@@ -21,12 +29,10 @@ class _Instruments:
     """The metrics themselves.  No label grows with the number of processes or updates."""
 
     def __init__(self) -> None:
-        self.update_seconds = Histogram(
+        self.update_seconds = seconds_by(
             "weightcast_update_seconds",
             "Seconds of an update by phase; phases overlap, and phase total is the whole update.",
             ["phase", "transport"],
-            buckets=SECONDS,
-            registry=None,
         )
         self.stall_seconds = Summary(
             "weightcast_stall_seconds",
@@ -34,42 +40,25 @@ class _Instruments:
             ["target"],
             registry=None,
         )
-        self.bytes = Counter(
+        self.bytes = counted(
             "weightcast_bytes",
             "Bytes of weights that engine ranks received in updates that they serve, by link.",
             ["link"],
-            registry=None,
         )
-        self.version = Gauge(
-            "weightcast_version",
-            "Weight version that a target serves; NaN if it is unknown.",
-            ["target"],
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
+        self.version = shown_now(
+            "weightcast_version", "Weight version that a target serves; NaN if it is unknown.", ["target"]
         )
-        self.started = Counter("weightcast_updates_started", "Updates that were begun.", registry=None)
-        self.finished = Counter(
-            "weightcast_updates_finished", "Updates that are over, by outcome.", ["outcome"], registry=None
-        )
-        self.targets = Gauge(
-            "weightcast_targets",
-            "Targets in each state.",
-            ["state"],
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
-        )
-        self.changed_ratio = Gauge(
+        self.started = counted("weightcast_updates_started", "Updates that were begun.")
+        self.finished = counted("weightcast_updates_finished", "Updates that are over, by outcome.", ["outcome"])
+        self.targets = shown_now("weightcast_targets", "Targets in each state.", ["state"])
+        self.changed_ratio = shown_now(
             "weightcast_changed_ratio",
             "Share of the bytes in tensors that the last update changed; NaN if it is unknown.",
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
         )
         self.changed_ratio.set(UNKNOWN)
-        self.last_success = Gauge(
+        self.last_success = shown_now(
             "weightcast_last_success_timestamp_seconds",
             "Unix time at which an update last succeeded on every target; 0 before the first.",
-            multiprocess_mode=GAUGE_MODE,
-            registry=None,
         )
         # Series are looked up once: a look-up costs more than setting a value.  They exist from the start, since a
         # series that starts with its first event has no rate at that event.
