@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, Self
 
 import torch
 
@@ -95,6 +96,21 @@ class BroadcastTransport(Pumped):
         self._taking: dict[int, Sequence[Channel]] = {}  # by bucket, likewise
         self._closed = False
 
+    @classmethod
+    def of(cls, wiring: Wiring, **more: Any) -> Self:
+        """Makes the transport of an update; ``more`` are arguments that not every way of sending has."""
+        config = wiring.config
+        return cls(
+            wiring.links,
+            device=wiring.device,
+            host=config.rendezvous_host or wiring.address(),
+            bucket_bytes=config.bucket_bytes,
+            timeout_s=config.timeout_s,
+            cell_ranks=config.cell_ranks,
+            mends=config.on_failure == "quarantine",
+            **more,
+        )
+
     @property
     def cells(self) -> Sequence[Channel]:
         """As ``Mending.cells``."""
@@ -111,11 +127,14 @@ class BroadcastTransport(Pumped):
 
         def rebuild(cell: Channel) -> None:
             first = cell.take_back()
-            cell.connect()
+            self._renew_group(cell)
             found.append((cell, first))
 
         self._each(rebuild, cells)
         return found
+
+    def _renew_group(self, cell: Channel) -> None:
+        cell.connect()
 
     def connect(self) -> None:
         """Makes the groups that do not exist.
@@ -188,20 +207,6 @@ class BroadcastTransport(Pumped):
             channel.fail(error)
 
 
-def _build(wiring: Wiring) -> BroadcastTransport:
-    config = wiring.config
-    return BroadcastTransport(
-        wiring.links,
-        device=wiring.device,
-        host=config.rendezvous_host or wiring.address(),
-        bucket_bytes=config.bucket_bytes,
-        timeout_s=config.timeout_s,
-        in_flight=wiring.in_flight,
-        cell_ranks=config.cell_ranks,
-        mends=config.on_failure == "quarantine",
-    )
-
-
 def _check(placement: Placement) -> None:
     on_gpu = placement.device.type == "cuda"
     unlike = [device for device in placement.devices if (device != "cpu") != on_gpu]
@@ -225,7 +230,7 @@ SPEC = TransportSpec(
     zero_copy=True,
     cells=True,
     suits=lambda _: True,
-    build=_build,
+    build=lambda wiring: BroadcastTransport.of(wiring, in_flight=wiring.in_flight),
     check=_check,
 )
 

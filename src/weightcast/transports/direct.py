@@ -79,17 +79,9 @@ class ExchangeTransport(BroadcastTransport):
         self._pump.drain()
         self._each(lambda channel: channel.lose(error), [one for one in channels if one.failure is None])
 
-    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
-        """As ``Mending.rebuild``; their groups come about once the other trainer ranks were told of ``invited``."""
-        found: list[tuple[Channel, int]] = []
-
-        def rebuild(cell: Channel) -> None:
-            first = cell.take_back()
-            cell.invite()
-            found.append((cell, first))
-
-        self._each(rebuild, cells)
-        return found
+    def _renew_group(self, cell: Channel) -> None:
+        """Its group comes about once the other trainer ranks were told of ``invited``."""
+        cell.invite()
 
 
 def _check_memory(placement: Placement) -> None:
@@ -184,32 +176,9 @@ def _suits_mixed(placement: Placement) -> bool:
 
 
 def _exchange(wiring: Wiring, *, relays: bool = False) -> Transport:
-    config = wiring.config
-    return ExchangeTransport(
-        wiring.links,
-        device=wiring.device,
-        host=config.rendezvous_host or wiring.address(),
-        bucket_bytes=config.bucket_bytes,
-        timeout_s=config.timeout_s,
-        trainers=wiring.num_trainers,
-        relays=relays,
-        cell_ranks=config.cell_ranks,
-        mends=config.on_failure == "quarantine",
-    )
+    return ExchangeTransport.of(wiring, trainers=wiring.num_trainers, relays=relays)
 
 
-_SHARDS = TransportSpec(
-    name="direct",
-    primitive="shards",
-    reach="replicas",
-    scattered=True,
-    mapped=True,
-    delivery="memory",
-    sharing="weightcast",
-    suits=_suits_shards,
-    check=_check_memory,
-    build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
-)
 _MEMORY = TransportSpec(
     name="direct",
     primitive="memory",
@@ -221,6 +190,7 @@ _MEMORY = TransportSpec(
     check=_check_memory,
     build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )
+_SHARDS = replace(_MEMORY, primitive="shards", mapped=True, suits=_suits_shards)
 _RDMA = TransportSpec(
     name="direct",
     primitive="rdma",

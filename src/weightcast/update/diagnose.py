@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weightcast.config import Target
-from weightcast.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    TargetRejected,
-    TargetUnreachable,
-    WeightcastError,
-)
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetRejected, TargetUnreachable, WeightcastError
 from weightcast.report import count_of, format_bytes, one_line
 from weightcast.runtime.free_memory import free_host_bytes
 
@@ -86,7 +80,7 @@ def examine(target: Target, *, bucket_bytes: int, host: str | None, timeout_s: f
 def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
     from weightcast.update.recognise import recognise
 
-    reached = Check(name="reachable", level="ok", text=f"{client.target.url} answers")
+    reached = _ok("reachable", f"{client.target.url} answers")
     try:
         info = recognise(client)
     except (TargetUnreachable, DeadlineExceeded) as error:
@@ -99,11 +93,10 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
         return [_failed("reachable", error, "look at the engine's log")], None
     return [
         reached,
-        Check(name="key", level="ok", text="accepted" if client.target.api_key is not None else "none needed"),
-        Check(
-            name="receiver",
-            level="ok",
-            text=f"{info.engine} speaks protocol {info.protocol}, as this process does"
+        _ok("key", "accepted" if client.target.api_key is not None else "none needed"),
+        _ok(
+            "receiver",
+            f"{info.engine} speaks protocol {info.protocol}, as this process does"
             if _has_receiver(info)
             else f"none: {info.engine} is updated through its own routes ({info.kind})",
         ),
@@ -140,55 +133,63 @@ def _check_stock(info: EngineInfo) -> Iterator[Check]:
             "GPUs",
         )
     elif set(info.devices) != {"cpu"}:
-        yield Check(name="gpus", level="ok", text="its ranks are on " + ", ".join(info.devices))
+        yield _ok("gpus", "its ranks are on " + ", ".join(info.devices))
 
 
 def _failed(name: str, error: WeightcastError, hint: str) -> Check:
-    return Check(name=name, level="fail", text=one_line(str(error)), hint=error.hint or hint)
+    return _fails(name, one_line(str(error)), hint=error.hint or hint)
+
+
+def _ok(name: str, text: str) -> Check:
+    return Check(name=name, level="ok", text=text)
+
+
+def _warn(name: str, text: str, hint: str | None = None) -> Check:
+    return Check(name=name, level="warn", text=text, hint=hint)
+
+
+def _fails(name: str, text: str, hint: str | None = None) -> Check:
+    return Check(name=name, level="fail", text=text, hint=hint)
 
 
 def _state(info: EngineInfo) -> Check:
     version = "an unknown version" if info.version is None else f"version {info.version}"
     if info.state == "quarantined":
-        return Check(
-            name="state",
-            level="fail",
-            text=f"quarantined: {one_line(info.message) or 'the engine may hold a mixture of two versions'}",
+        return _fails(
+            "state",
+            f"quarantined: {one_line(info.message) or 'the engine may hold a mixture of two versions'}",
             hint="send it a full update: `weightcast push CHECKPOINT --to URL --version N`",
         )
     if info.state == "updating":
-        return Check(
-            name="state",
-            level="warn",
-            text=f"being updated by {info.session_owner or 'an unknown trainer'}, was at {version}",
+        return _warn(
+            "state",
+            f"being updated by {info.session_owner or 'an unknown trainer'}, was at {version}",
             hint="wait for that update, or end the process that runs it",
         )
     if info.paused:
-        return Check(
-            name="state",
-            level="warn",
-            text=f"paused or asleep at {version}",
+        return _warn(
+            "state",
+            f"paused or asleep at {version}",
             hint="POST /continue or /wake; an engine that is asleep accepts no update",
         )
-    return Check(name="state", level="ok", text=f"serving {version}, {info.digest or 'not proven yet'}")
+    return _ok("state", f"serving {version}, {info.digest or 'not proven yet'}")
 
 
 def hazards(info: EngineInfo) -> Iterator[Check]:
     """Lists what an update leaves as it is or cannot prove, and the pauses that the engine refuses."""
     for hazard in info.hazards:
-        yield Check(name="hazard", level="warn", text=one_line(hazard))
+        yield _warn("hazard", one_line(hazard))
     for pause, why in info.no_pause.items():
-        yield Check(name="pause", level="ok", text=f"{pause} is refused: {one_line(why)}")
+        yield _ok("pause", f"{pause} is refused: {one_line(why)}")
 
 
 def _sharing(info: EngineInfo) -> Iterator[Check]:
     """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
     from weightcast.comm.ipc import device_of, host_id
 
-    yield Check(
-        name="seen from",
-        level="ok",
-        text=f"{socket.gethostname()}, process {os.getpid()}: what follows about hosts, memory and addresses holds for "
+    yield _ok(
+        "seen from",
+        f"{socket.gethostname()}, process {os.getpid()}: what follows about hosts, memory and addresses holds for "
         "it alone, so run doctor on each host that has trainer ranks",
     )
     if info.on_several_hosts:
@@ -197,55 +198,47 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
         ways = f"from here, auto reaches {', '.join(near)} by memory, {', '.join(far)} by broadcast"
         if not near:
             ways = f"none is this process's: broadcast can work, ipc cannot: {', '.join(far)}"
-        yield Check(name="host", level="ok", text=f"the ranks are on several; {ways}")
+        yield _ok("host", f"the ranks are on several; {ways}")
         return
     if info.host_id != host_id():
-        yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
+        yield _ok("host", "another host than this process: broadcast can work, ipc cannot")
         return
-    yield Check(name="host", level="ok", text="the same host as this process")
+    yield _ok("host", "the same host as this process")
     hidden = [rank for rank in info.ranks if rank.pid and not Path(f"/proc/{rank.pid}").exists()]
     if hidden:
-        yield Check(
-            name="ipc",
-            level="warn",
-            text=f"process {hidden[0].pid} of rank {hidden[0].rank} cannot be seen from here: another pid namespace",
+        yield _warn(
+            "ipc",
+            f"process {hidden[0].pid} of rank {hidden[0].rank} cannot be seen from here: another pid namespace",
             hint="start both containers with one pid namespace (--pid=host), or use --via broadcast",
         )
         return
     devices = dict.fromkeys(rank.device for rank in info.ranks)
     unseen = [device for device in devices if device_of(device) is None]
     if unseen:
-        yield Check(
-            name="ipc",
-            level="warn",
-            text=f"GPU {unseen[0]} of the engine cannot be seen from here",
+        yield _warn(
+            "ipc",
+            f"GPU {unseen[0]} of the engine cannot be seen from here",
             hint="include it in CUDA_VISIBLE_DEVICES (or give the container all GPUs), or use --via broadcast",
         )
         return
     where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {count_of(len(devices), 'GPU')}"
-    yield Check(name="ipc", level="ok", text=f"possible, by {where}")
+    yield _ok("ipc", f"possible, by {where}")
 
 
 def _staging(info: EngineInfo) -> Check:
     if info.staging == "none" and not _has_receiver(info):
-        return Check(
-            name="staging",
-            level="warn",
-            text="none, and no proof of the weights it keeps: an update that fails half way quarantines it",
+        return _warn(
+            "staging",
+            "none, and no proof of the weights it keeps: an update that fails half way quarantines it",
             hint='install the plug-in for vLLM (docs/engines/vllm.md), or prove with verify="behaviour"',
         )
     if info.staging == "none":
-        return Check(
-            name="staging",
-            level="warn",
-            text="none: an update that fails half way quarantines the engine until the next full one",
+        return _warn(
+            "staging",
+            "none: an update that fails half way quarantines the engine until the next full one",
             hint="start it with --staging device or --staging host if there is memory for a second set of weights",
         )
-    return Check(
-        name="staging",
-        level="ok",
-        text=f"on the {info.staging}: an update that fails leaves the old version serving",
-    )
+    return _ok("staging", f"on the {info.staging}: an update that fails leaves the old version serving")
 
 
 def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
@@ -258,22 +251,18 @@ def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
     try:
         need = peak_bytes(info.specs, bucket_bytes=bucket_bytes, packing=adapter_for(info).packing, world_size=1)
     except ConfigError as error:
-        return Check(
-            name="memory",
-            level="fail",
-            text=one_line(str(error)),
-            hint=error.hint or f"use larger buckets than --bucket-bytes {bucket_bytes}",
+        return _fails(
+            "memory", one_line(str(error)), hint=error.hint or f"use larger buckets than --bucket-bytes {bucket_bytes}"
         )
     free = free_host_bytes() or None
     if free is not None and free < need:
-        return Check(
-            name="memory",
-            level="fail",
-            text=f"{format_bytes(free)} free here, an update needs {format_bytes(need)}",
+        return _fails(
+            "memory",
+            f"{format_bytes(free)} free here, an update needs {format_bytes(need)}",
             hint="use smaller buckets: --bucket-bytes 64MiB",
         )
     room = "" if free is None else f", {format_bytes(free)} free"
-    return Check(name="memory", level="ok", text=f"{model}; an update needs {format_bytes(need)} on this machine{room}")
+    return _ok("memory", f"{model}; an update needs {format_bytes(need)} on this machine{room}")
 
 
 def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:
@@ -285,31 +274,24 @@ def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s
         _listen_on(address)
     except (OSError, WeightcastError) as error:
         return [
-            Check(
-                name="rendezvous",
-                level="fail",
-                text=f"{host or client.target.host}: this machine has no address that engines can reach: {error}",
+            _fails(
+                "rendezvous",
+                f"{host or client.target.host}: this machine has no address that engines can reach: {error}",
                 hint="pass one with --rendezvous HOST",
             )
         ]
     if any(rank.device != "cpu" for rank in info.ranks):
         text = f"this process listens at {address}; joining was not tried: the engine keeps its weights on GPUs"
-        return [Check(name="rendezvous", level="ok", text=text)]
+        return [_ok("rendezvous", text)]
     if info.state != "serving":
         text = f"this process listens at {address}; joining was not tried: the engine is {info.state}"
-        return [Check(name="rendezvous", level="warn", text=text, hint="run this again when the engine serves")]
+        return [_warn("rendezvous", text, hint="run this again when the engine serves")]
     try:
         _join_group(client, info, address=address, timeout_s=timeout_s)
     except WeightcastError as error:
         hint = f"allow TCP from {client.target.host} to this machine at {address}, or pass --rendezvous HOST"
-        return [Check(name="rendezvous", level="fail", text=one_line(str(error)), hint=error.hint or hint)]
-    return [
-        Check(
-            name="rendezvous",
-            level="ok",
-            text=f"{count_of(info.tp_size, 'rank')} joined this process at {address} and left again",
-        )
-    ]
+        return [_fails("rendezvous", one_line(str(error)), hint=error.hint or hint)]
+    return [_ok("rendezvous", f"{count_of(info.tp_size, 'rank')} joined this process at {address} and left again")]
 
 
 def _listen_on(address: str) -> None:
@@ -385,21 +367,19 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
     both = [spec.name for spec in ours if spec.name in info.transports]
     usable = [spec.name for spec in ours if spec.name in both and possible[spec.delivery]]
     if not both:
-        return Check(
-            name="transports",
-            level="fail",
-            text=f"the engine accepts {', '.join(info.transports) or 'none'}, "
+        return _fails(
+            "transports",
+            f"the engine accepts {', '.join(info.transports) or 'none'}, "
             f"this process has {', '.join(spec.name for spec in ours)}",
             hint="install the same version of weightcast on both sides",
         )
     if not usable:
-        return Check(
-            name="transports",
-            level="fail",
-            text=f"both sides have {' and '.join(both)}, but none can be used",
+        return _fails(
+            "transports",
+            f"both sides have {' and '.join(both)}, but none can be used",
             hint="fix the checks above that failed",
         )
-    return Check(name="transports", level="ok", text=f"{' and '.join(usable)} can be used")
+    return _ok("transports", f"{' and '.join(usable)} can be used")
 
 
 def _legs_from_here(info: EngineInfo, *, mapped: bool) -> str:
