@@ -92,6 +92,17 @@ class InMemory:
         out.copy_(self.memory[slices(box, self.box.offset)])
 
 
+class Computed:
+    """Base of parts whose values are computed when they are written, so that they lie nowhere in memory."""
+
+    __slots__ = ()
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """As ``Held.memory``."""
+        return None
+
+
 class HeldParts:
     """Finds the parts that this rank holds by the names of their tensors."""
 

@@ -18,7 +18,7 @@ from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.source_sums import Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
-from weightcast.exporters.held_parts import Held, InMemory, slices
+from weightcast.exporters.held_parts import Computed, Held, InMemory, slices
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import (
@@ -295,22 +295,24 @@ class Merger:
 
 
 @dataclass(frozen=True, slots=True)
-class _Merged:
-    """A part of a weight with its adapters added."""
+class _OfWeight(Computed):
+    """A part of a weight, to which adapters are added on its way; ``part`` is what this rank has of the weight."""
 
     box: Box
     segment: Segment
     part: tuple[Box, torch.Tensor]
-    deltas: Sequence[_Delta]
-    merger: Merger
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        return None
 
     @property
     def origin(self) -> torch.Tensor:
         return self.segment.view(self.part[1][slices(self.segment.source_box(self.box), self.part[0].offset)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged(_OfWeight):
+    """A part with its adapters added here."""
+
+    deltas: Sequence[_Delta]
+    merger: Merger
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         """Adds the adapters and casts, some rows at a time."""
@@ -323,22 +325,11 @@ class _Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class _MadeByPeft:
-    """A part of a weight that PEFT merges."""
+class _MadeByPeft(_OfWeight):
+    """A part that PEFT merges."""
 
-    box: Box
-    segment: Segment
-    part: tuple[Box, torch.Tensor]
     source: int
     layers: LayerMerges
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        return None
-
-    @property
-    def origin(self) -> torch.Tensor:
-        return self.segment.view(self.part[1][slices(self.segment.source_box(self.box), self.part[0].offset)])
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         """Copies the merged values and casts."""

@@ -15,7 +15,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
-from weightcast.exporters.held_parts import Held, InMemory, slices
+from weightcast.exporters.held_parts import Computed, Held, InMemory, slices
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
@@ -172,16 +172,12 @@ class AdapterExporter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
+class _Scaled(Computed):
     """A part of B, which is multiplied on its way into a bucket."""
 
     box: Box
     origin: torch.Tensor
     scale: float
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        return None
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         """Multiplies in the tensor's own dtype, then casts."""

@@ -17,7 +17,7 @@ import torch
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
-from weightcast.exporters.held_parts import Held, Local, slices
+from weightcast.exporters.held_parts import Computed, Held, Local, slices
 from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
 from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.ownership import Shared, SharedPart
@@ -378,7 +378,7 @@ class Quantiser:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scales:
+class _Scales(Computed):
     """Some scales of a weight."""
 
     box: Box
@@ -386,10 +386,6 @@ class _Scales:
     source: int
     blocks: _Blocks
     form: Fp8Format
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        return None
 
     @property
     def origin(self) -> torch.Tensor:
@@ -403,16 +399,12 @@ class _Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class _Overall:
+class _Overall(Computed):
     """The overall scale of a weight, which every rank has."""
 
     box: Box
     overall: Callable[[int], torch.Tensor | None]
     source: int
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        return None
 
     @property
     def origin(self) -> torch.Tensor:
@@ -425,7 +417,7 @@ class _Overall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Quantised:
+class _Quantised(Computed):
     """A part of a weight, divided by its scales.  Its box is one of the travelling weight."""
 
     box: Box
@@ -436,10 +428,6 @@ class _Quantised:
     source: int
     blocks: _Blocks
     form: Fp8Format
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        return None
 
     @property
     def origin(self) -> torch.Tensor:
