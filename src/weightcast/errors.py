@@ -61,6 +61,12 @@ def error_words(error: Exception) -> str:
     return f"{error} ({error.hint})" if error.hint else str(error)
 
 
+def some(words: Sequence[str], limit: int = 4, *, joint: str = ", ") -> str:
+    """Joins the first words and counts the rest."""
+    more = f"{joint.rstrip(', ')} and {len(words) - limit} more" if len(words) > limit else ""
+    return joint.join(words[:limit]) + more
+
+
 class ConfigError(WeightcastError):
     """The request cannot work as asked.  Nothing was sent; every engine serves its old weights."""
 

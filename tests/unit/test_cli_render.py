@@ -7,8 +7,8 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from weightcast.cli.render import names, parse_size, progress, show_error, table
-from weightcast.errors import ConfigError, TargetRejected, UpdateFailed
+from weightcast.cli.render import parse_size, progress, show_error, table
+from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, some
 from weightcast.report import TargetReport, UpdateReport, one_line
 
 
@@ -46,8 +46,8 @@ def test_table_cuts_nothing_off():
 
 
 def test_many_names_are_counted():
-    assert names(["a", "b"], limit=2) == "a, b"
-    assert names(["a", "b", "c", "d"], limit=2) == "a, b and 2 more"
+    assert some(["a", "b"], 2) == "a, b"
+    assert some(["a", "b", "c", "d"], 2) == "a, b and 2 more"
 
 
 def test_one_line_has_no_breaks():

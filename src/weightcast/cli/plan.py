@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightcast.cli.options import BucketBytes, CellRanks, Json, Traceback, WireDtype
-from weightcast.cli.render import names, parse_size, say, say_json
-from weightcast.errors import ConfigError
-from weightcast.report import format_bytes
+from weightcast.cli.render import parse_size, say, say_json
+from weightcast.errors import ConfigError, some
+from weightcast.report import count_of, format_bytes
 
 if TYPE_CHECKING:
     from weightcast.update.estimate import Plan
@@ -119,8 +119,8 @@ def plan(
 
 def _show(result: Plan) -> None:
     say(
-        f"{result.tensors} tensors, {format_bytes(result.size_bytes)}, {result.buckets} "
-        f"{_plural(result.buckets, 'bucket')} of at most {format_bytes(result.bucket_bytes)}"
+        f"{result.tensors} tensors, {format_bytes(result.size_bytes)}, "
+        f"{count_of(result.buckets, 'bucket')} of at most {format_bytes(result.bucket_bytes)}"
     )
     if len(result.dtypes) > 1:
         say(f"dtypes: {', '.join(f'{format_bytes(size)} {dtype}' for dtype, size in result.dtypes.items())}")
@@ -129,10 +129,10 @@ def _show(result: Plan) -> None:
     for found, what in ((result.alone, "alone"), (result.cut, "in pieces")):
         if found:
             verb = "travels" if len(found) == 1 else "travel"
-            say(f"{len(found)} {_plural(len(found), 'tensor')} {verb} {what}: {names(found)}")
+            say(f"{count_of(len(found), 'tensor')} {verb} {what}: {some(found, 8)}")
     if result.oversized:
         verb = "is" if len(result.oversized) == 1 else "are"
-        say(f"{len(result.oversized)} {verb} larger than a bucket: {names(result.oversized)}")
+        say(f"{len(result.oversized)} {verb} larger than a bucket: {some(result.oversized, 8)}")
     for sentence in result.not_covered:
         say(f"not covered: {sentence}")
     packing = result.packing
@@ -150,8 +150,8 @@ def _show(result: Plan) -> None:
     )
     of_each = "each of " * (result.engine_ranks > 1)
     say(
-        f"wire: {format_bytes(result.link_bytes)} into {of_each}{result.engine_ranks} engine "
-        f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"
+        f"wire: {format_bytes(result.link_bytes)} into {of_each}"
+        f"{count_of(result.engine_ranks, 'engine rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
     say(
         f"broadcast: {_cells(result.cells)}; the head sends each bucket to each cell, "
@@ -161,7 +161,7 @@ def _show(result: Plan) -> None:
     for other in result.others:
         if other.engine != result.engine:
             takes = (
-                f"{other.buckets} {_plural(other.buckets, 'bucket')}"
+                f"{count_of(other.buckets, 'bucket')}"
                 if other.buckets or not result.tensors
                 else f"buckets of {format_bytes(other.needs_bucket_bytes)} or more are needed"
             )
@@ -190,21 +190,17 @@ def _show_direct(result: Plan) -> None:
         )
     if direct.computed:
         say(
-            f"direct by shards: {len(direct.computed)} {_plural(len(direct.computed), 'tensor')} by bucket, because "
-            f"their values are computed when they are sent: {names(direct.computed)}"
+            f"direct by shards: {count_of(len(direct.computed), 'tensor')} by bucket, because "
+            f"their values are computed when they are sent: {some(direct.computed, 8)}"
         )
 
 
 def _cells(sizes: Sequence[int]) -> str:
     """Numbers of engine ranks in each cell, in words."""
     most, least = max(sizes), min(sizes)
-    ranks = f"{most} engine {_plural(most, 'rank')}" if most == least else f"{least} to {most} engine ranks"
-    return f"{len(sizes)} {_plural(len(sizes), 'cell')} of {ranks}"
+    ranks = count_of(most, "engine rank") if most == least else f"{least} to {most} engine ranks"
+    return f"{count_of(len(sizes), 'cell')} of {ranks}"
 
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"

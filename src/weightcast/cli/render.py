@@ -33,11 +33,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def names(found: Sequence[str], *, limit: int = 8) -> str:
-    """Joins the first ``limit`` names and counts the rest."""
-    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
-
-
 def mark(level: str) -> str:
     """Pads ``ok``, ``warn`` or ``fail`` to four columns, in colour on a terminal."""
     padded = level.ljust(4)

@@ -23,8 +23,8 @@ from weightcast.cli.options import (
     targets,
     torch_dtype,
 )
-from weightcast.cli.render import Advance, names, progress, say, say_json, table
-from weightcast.errors import WireError
+from weightcast.cli.render import Advance, progress, say, say_json, table
+from weightcast.errors import WireError, some
 from weightcast.report import count_of, format_bytes
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _show(result: Comparison) -> None:
 
 def _show_others(result: Comparison) -> None:
     if result.unreadable:
-        say(f"{count_of(len(result.unreadable), 'tensor')} cannot be read back: {names(result.unreadable)}")
+        say(f"{count_of(len(result.unreadable), 'tensor')} cannot be read back: {some(result.unreadable, 8)}")
     if result.not_kept:
         verb = "is" if len(result.not_kept) == 1 else "are"
-        say(f"{count_of(len(result.not_kept), 'tensor')} {verb} not kept by this engine: {names(result.not_kept)}")
+        say(f"{count_of(len(result.not_kept), 'tensor')} {verb} not kept by this engine: {some(result.not_kept, 8)}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weightcast.errors import ConfigError
 from weightcast.runtime.cuda_calls import DriverError, current, driver_call
 
 _HANDLE_BYTES = 64
@@ -37,13 +38,19 @@ def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
     """Returns the handle of the allocation that holds ``pointer``, and the pointer's offset in it, in bytes.
 
     Raises:
-        DriverError: The allocation cannot be shared, for example because it is part of an expandable segment.
+        ConfigError: The allocation cannot be shared, for example because it is part of an expandable segment.
     """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     handle = _Handle()
-    with current(device):
-        _get_range(ctypes.byref(base), ctypes.byref(size), pointer)
-        _get_handle(ctypes.byref(handle), base.value)
+    try:
+        with current(device):
+            _get_range(ctypes.byref(base), ctypes.byref(size), pointer)
+            _get_handle(ctypes.byref(handle), base.value)
+    except DriverError as error:
+        raise ConfigError(
+            f"GPU memory cannot be shared: {error}",
+            hint="remove expandable_segments from the trainer's PYTORCH_CUDA_ALLOC_CONF",
+        ) from error
     return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES), pointer - base.value
 
 

@@ -83,13 +83,7 @@ def _handle(at: _Allocation, device: torch.device) -> MemoryHandle:
         buffer = shared_buffer_at(at[0])
         assert buffer is not None
         return buffer.handle()
-    try:
-        handle, _ = cuda_driver.export_memory(at[0], device)
-    except cuda_driver.DriverError as error:
-        raise ConfigError(
-            f"GPU memory cannot be shared: {error}",
-            hint="remove expandable_segments from the trainer's PYTORCH_CUDA_ALLOC_CONF",
-        ) from error
+    handle, _ = cuda_driver.export_memory(at[0], device)
     return MemoryHandle(
         kind="cuda",
         device=device_uuid(device),

@@ -30,13 +30,7 @@ def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str 
     except OSError as error:
         raise ConfigError(f"CA file {ca_file}: {_why(error)}", hint="use a file of certificates in PEM") from error
     if cert_file is not None:
-        try:
-            context.load_cert_chain(cert_file, key_file, password=_no_password)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"client certificate {cert_file}{f' with key {key_file}' if key_file else ''}: {_why(error)}",
-                hint="both in PEM, belonging together, the key without a password",
-            ) from error
+        _show(context, "client certificate", cert_file, key_file)
     return context
 
 
@@ -47,13 +41,7 @@ def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(cert_file, key_file, password=_no_password)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"certificate {cert_file}{f' with key {key_file}' if key_file else ''}: {_why(error)}",
-            hint="both in PEM, belonging together, the key without a password",
-        ) from error
+    _show(context, "certificate", cert_file, key_file)
     if client_ca_file is not None:
         try:
             context.load_verify_locations(client_ca_file)
@@ -63,6 +51,17 @@ def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str 
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _show(context: ssl.SSLContext, what: str, cert_file: str, key_file: str | None) -> None:
+    """Makes a context show a certificate."""
+    try:
+        context.load_cert_chain(cert_file, key_file, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{what} {cert_file}{f' with key {key_file}' if key_file else ''}: {_why(error)}",
+            hint="both in PEM, belonging together, the key without a password",
+        ) from error
 
 
 def tls_trouble(error: BaseException, *, has_certificate: bool) -> tuple[str, str] | None:

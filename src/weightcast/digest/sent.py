@@ -26,7 +26,7 @@ from weightcast.digest.definition import (
     sha256_digest,
 )
 from weightcast.digest.source_sums import Folded, Mismatch, merged
-from weightcast.errors import TrainerMismatch
+from weightcast.errors import TrainerMismatch, some
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
@@ -263,7 +263,7 @@ def _differing(layout: BucketLayout, folded: Folded, sums: torch.Tensor) -> list
 
 
 def _replicas_differ(wrong: Sequence[Mismatch]) -> TrainerMismatch:
-    shown = "; ".join(map(str, wrong[:6])) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
+    shown = some([str(one) for one in wrong], 6, joint="; ")
     names = list(dict.fromkeys(mismatch.name for mismatch in wrong))
     ranks = sorted({rank for mismatch in wrong for group in mismatch.ranks for rank in group})
     if any(mismatch.gathered for mismatch in wrong):
@@ -286,9 +286,8 @@ def gathered_otherwise(names: Sequence[str], where: str) -> TrainerMismatch:
 
     ``where`` is the place with the changed bytes, as the subject of a sentence.
     """
-    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return TrainerMismatch(
-        f"{where} has other bytes than the trainer ranks hold, in {shown}: the gather among trainer ranks, "
+        f"{where} has other bytes than the trainer ranks hold, in {some(names, 6)}: the gather among trainer ranks, "
         "or the buffer that it fills, is at fault; no engine was told to switch",
         names=names,
         ranks=(),

@@ -17,7 +17,7 @@ import torch
 
 from weightcast.comm.authenticated import AuthenticatedConnection
 from weightcast.comm.ipc import device_uuid, host_id
-from weightcast.errors import EngineFailure
+from weightcast.errors import EngineFailure, some
 from weightcast.plugins.other_hosts import Reception
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_connections import ConnectedRanks, Connection, limit_sends, serve_messages
@@ -254,7 +254,7 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
         places = ", ".join(f"rank {hello.rank} on {hello.host}" for hello in hellos)
         notes.append(f"ranks on several hosts: {places}")
     if optional:
-        named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
+        named = some([spec.name for spec in optional])
         notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
     return notes
 

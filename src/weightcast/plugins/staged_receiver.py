@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, some
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.layout_check import changed_since_load
 from weightcast.receiver.rank import StagingChoice
@@ -64,7 +64,7 @@ def staged_receiver(
     changed = changed_since_load(loader, checkpoint())
     if changed:
         raise ConfigError(
-            f"{engine} has changed {_some(changed)} after loading, so that an update through the loader's own copies "
+            f"{engine} has changed {some(changed)} after loading, so that an update through the loader's own copies "
             "would be wrong",
             hint="use an attention and MoE backend that keeps weights as they are loaded",
         )
@@ -88,7 +88,3 @@ def staging_setting() -> StagingChoice:
         if value == choice:
             return choice
     raise ConfigError(f"WEIGHTCAST_STAGING is {value!r}", hint=f"use one of {', '.join(choices)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from weightcast.digest.copies import flat_bytes
-from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.errors import ConfigError, EngineFailure, Refused, some
 from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier, target_of
 from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.load_plan import LoadPlan
-from weightcast.receiver.offer import check_offer, some
+from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums

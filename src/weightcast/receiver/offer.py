@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from weightcast.errors import Refused
+from weightcast.errors import Refused, some
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.layout import TensorSpec
 
@@ -47,7 +47,7 @@ def check_offer(
         elif why := _why_no_cast(spec, want, kept_dtypes(name)):
             problems.append(why)
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = some(problems, 8, joint="; ")
         raise Refused(f"these weights do not fit the model: {shown}", hint="is it a checkpoint of this model?")
 
 
@@ -75,8 +75,3 @@ def _why_no_cast(spec: TensorSpec, want: TensorSpec, kept_dtypes: Iterable[torch
         if (why := why_no_cast(spec.name, sent, kept)) and why_no_cast(spec.name, torch.float32, kept):
             return why
     return ""
-
-
-def some(names: Sequence[str]) -> str:
-    """Joins the first names and counts the rest."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from weightcast.digest.definition import model_digest
-from weightcast.errors import Refused
+from weightcast.errors import Refused, some
 from weightcast.receiver.engine_state import EngineState
-from weightcast.receiver.offer import some
 from weightcast.receiver.open_session import OpenSession
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Fetch, ReadChunk

@@ -10,7 +10,6 @@ import ctypes
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -67,9 +66,7 @@ class PeakMemory:
             _open.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _lock:
             self._observe()
             self._running = False

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from weightcast.config import PauseMode, UpdateConfig, VerifyLevel
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, some
 from weightcast.protocols import Exporter, Mappable, Scattering, Summing
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
@@ -19,8 +19,6 @@ from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
 log = logging.getLogger("weightcast.transports.preflight")
-
-_SHOWN = 6
 
 
 def check_fits(links: Sequence[Link], specs: Sequence[TensorSpec]) -> None:
@@ -59,9 +57,8 @@ def _check_tables(
         elif want is not None and (why := why_no_cast(name, spec.torch_dtype, want.torch_dtype)):
             problems.append(why)
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
-            f"these weights do not fit {link.url} ({link.info.model}): {'; '.join(problems[:_SHOWN])}{more}",
+            f"these weights do not fit {link.url} ({link.info.model}): {some(problems, 6, joint='; ')}",
             hint="this engine updates its draft model too: connect(model, ..., draft=draft_model), or push --draft"
             if any(name.startswith(DRAFT_PREFIX) and name not in ours for name in theirs)
             else "is it a checkpoint of the model that this engine serves?",

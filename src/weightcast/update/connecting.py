@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 log = logging.getLogger("weightcast.update")
@@ -33,9 +32,7 @@ class Connecting:
         threading.Thread(target=self._watch, name="weightcast-connecting", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
 
     def _watch(self) -> None:

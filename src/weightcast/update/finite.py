@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from weightcast.config import UpdateConfig
-from weightcast.errors import NotFinite
+from weightcast.errors import NotFinite, some
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
-_SHOWN = 6
 _SMALL = 1 << 15  # elements
 
 
@@ -94,10 +93,9 @@ def _is_small(values: torch.Tensor) -> bool:
 
 
 def _not_finite(found: Mapping[str, int]) -> NotFinite:
-    shown = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    shown = some([f"{name} ({count})" for name, count in found.items()], 6)
     return NotFinite(
-        f"values that are NaN or infinite, counted by tensor: {shown}{more}; no engine was told to switch",
+        f"values that are NaN or infinite, counted by tensor: {shown}; no engine was told to switch",
         names=tuple(found),
         hint="look at the step that made them, or send them on purpose with check_finite=False (--no-check-finite)",
     )

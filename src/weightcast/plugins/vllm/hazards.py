@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_SHOWN = 4
+from weightcast.errors import some
 
 
 def hazards_of(
@@ -30,8 +30,7 @@ def hazards_of(
             'are accepted; --additional-config \'{"weightcast": {"draft": "update"}}\' updates it too'
         )
     if computed:
-        named = ", ".join(computed[:_SHOWN]) + (f" and {len(computed) - _SHOWN} more" if len(computed) > _SHOWN else "")
-        found.append(f"the loader computes with these tensors, so no rank can prove them: {named}")
+        found.append(f"the loader computes with these tensors, so no rank can prove them: {some(computed)}")
     if vllm_config.lora_config is not None:
         found.append(
             "adapters that vLLM loads from folders stay as they are, also if they were trained for other weights"

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from weightcast.config import PauseMode
-from weightcast.errors import EngineFailure, Refused
+from weightcast.errors import EngineFailure, Refused, some
 from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import tables_of
 from weightcast.plugins.server_events import server_events
@@ -229,7 +229,7 @@ class Adapters:
         if unknown:
             self._order(AdapterOrder(name=request.name), quiet=True)
             executor.close()
-            named = ", ".join(spec.name for spec in unknown[:4]) + (" ..." if len(unknown) > 4 else "")
+            named = some([spec.name for spec in unknown])
             raise Refused(
                 f"this model has no layer for {len(unknown)} tensors of the adapter {request.name}: {named}",
                 hint="start vLLM with --lora-target-modules that include them, or train others",

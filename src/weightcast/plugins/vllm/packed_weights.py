@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from weightcast.digest.definition import tensor_digest
-from weightcast.errors import ConfigError, EngineFailure
+from weightcast.errors import ConfigError, EngineFailure, some
 from weightcast.plugins.vllm.lora_wrappers import without_wrappers
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
@@ -205,8 +205,7 @@ class UnpackedModel:
                 name for name, layer in self._derived if not _computes_with(layer, layer.weight, rows or _PROBE_ROWS)
             ]
         if wrong:
-            shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
-            raise EngineFailure(f"computes with other weights than it keeps in {shown}")
+            raise EngineFailure(f"computes with other weights than it keeps in {some(wrong)}")
 
     @contextmanager
     def _unpacked(self) -> Generator[None]:
