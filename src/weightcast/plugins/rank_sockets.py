@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from weightcast.comm.authenticated import AuthenticatedConnection
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.errors import EngineFailure, some
 from weightcast.plugins.other_hosts import Reception
+from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_connections import ConnectedRanks, Connection, limit_sends, serve_messages
 from weightcast.receiver.rank_replies import Messenger
@@ -257,6 +259,30 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
         named = some([spec.name for spec in optional])
         notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
     return notes
+
+
+def engine_facts(executor: SocketRanks, *, notes: Sequence[str] = (), **fields: Any) -> EngineFacts:
+    """What an engine tells of itself, from the greetings of its ranks.  Logs the notes for the user.
+
+    Args:
+        notes: Further notes.
+        **fields: The other fields of ``EngineFacts``.
+    """
+    hellos = executor.hellos
+    specs, optional = tables_of(hellos)
+    notes = [*notes_of(hellos, optional), *notes]
+    for note in notes:
+        log.info("%s", note)
+    return EngineFacts(
+        host_id=executor.host_id,
+        ranks=executor.rank_infos(),
+        staging=executor.staging(),
+        staging_bytes=max(hello.staging_bytes for hello in hellos),
+        specs=specs,
+        optional=optional,
+        note="; ".join(notes),
+        **fields,
+    )
 
 
 def transports_of(hellos: Sequence[Hello]) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta
 
-from weightcast.errors import ConfigError, WireError
+from weightcast.errors import ConfigError
+from weightcast.wire.fields import decoded
 from weightcast.wire.layout import TensorSpec
 
 ADAPTERS = "/weightcast/adapters"
@@ -52,10 +53,7 @@ def adapter_request(name: str, config: dict[str, Any], specs: tuple[TensorSpec, 
 
 def decode_adapter_request(data: bytes) -> AdapterRequest:
     """Decodes a request and checks every field; raises WireError if the bytes are no such request."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"not a request for an adapter: {error}") from None
+    return decoded(_decoder.decode, data, "a request for an adapter")
 
 
 def adapter_path(name: str) -> str:

@@ -6,8 +6,8 @@ Each class is on the wire as it is written, but for five: ``Open``, ``Prepare`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection, MutableMapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from weightcast.runtime.lru import Lru
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.bucket_sources import Source
 from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.fields import decoded
 from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
 from weightcast.wire.messages import (
@@ -96,7 +97,7 @@ _rank_acks = msgspec.json.Decoder(_RankForm)
 _specs: msgspec.json.Decoder[tuple[TensorSpec, ...]] = msgspec.json.Decoder(
     Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
 )
-_Answer = TypeVar("_Answer")
+_ANSWER = "an answer of a weightcast receiver"
 
 # An engine's description has the same specs in every update, and with many tensors they take longer to decode than the
 # weights to send.  Both ends cache them: encoded ones by identity, decoded ones by their hash.
@@ -218,7 +219,7 @@ def specs_hash(info: EngineInfo) -> str:
 
 def decode_ack(data: bytes) -> Ack:
     """Decodes an engine's answer; raises WireError if the bytes are none."""
-    return _answer(_acks.decode, data)
+    return decoded(_acks.decode, data, _ANSWER)
 
 
 def decode_rank_ack(data: bytes, tables: MutableMapping[str, HeldTable] | None = None) -> RankAck:
@@ -236,19 +237,12 @@ def decode_rank_ack(data: bytes, tables: MutableMapping[str, HeldTable] | None =
         held = NOTHING_HELD if form.held is msgspec.UNSET else held_of(form.held, {} if tables is None else tables)
         return _with(RankAck, form, held=held)
 
-    return _answer(read, data)
+    return decoded(read, data, _ANSWER)
 
 
 def decode_info(data: bytes) -> EngineInfo:
     """Decodes an engine's description of itself; raises WireError if the bytes are none."""
-    return _answer(_described, data)
-
-
-def _answer(read: Callable[[bytes], _Answer], data: bytes) -> _Answer:
-    try:
-        return read(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"not an answer of a weightcast receiver: {error}") from None
+    return decoded(_described, data, _ANSWER)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:

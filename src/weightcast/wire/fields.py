@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
+import msgspec
 from msgspec import Meta
 
+from weightcast.errors import WireError
 from weightcast.watch.events import Step
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash
 
@@ -23,7 +26,16 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
 KnownTables = Annotated[tuple[PlanHash, ...], Meta(max_length=1 << 14)]
+_T = TypeVar("_T")
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+
+
+def decoded(read: Callable[[bytes], _T], data: bytes, what: str) -> _T:
+    """Decodes bytes of another process; raises WireError, with the word for ``what`` they should be, for others."""
+    try:
+        return read(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"not {what}: {error}") from None
 
 
 def shown(text: str) -> str:

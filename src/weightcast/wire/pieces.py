@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from weightcast.errors import WireError
 from weightcast.wire.box import Box, contiguous_strides, intersection, is_one_run
+from weightcast.wire.fields import decoded
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSlot
 
 ALIGNMENT_BYTES = 16  # more than any dtype needs
@@ -26,7 +26,6 @@ STRAIGHT_BYTES = 64 << 10
 # Reading a run of bytes by itself costs more than reading it with others, out of a pack, below this size.
 RUN_BYTES = 16 << 10
 _MAX_ROUTES = 1 << 22
-_T = TypeVar("_T")
 _Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
 
@@ -60,7 +59,7 @@ def encode_wanted(wanted: Wanted) -> bytes:
 
 def decode_wanted(data: bytes) -> Wanted:
     """Decodes what an engine rank wants; raises WireError if the bytes are no such table."""
-    return _decoded(_decoder, data, "an engine rank wants")
+    return decoded(_decoder.decode, data, "the boxes that an engine rank wants")
 
 
 class WantedBoxes(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +73,7 @@ _boxes = msgspec.json.Decoder(WantedBoxes)
 
 def decode_boxes(data: bytes) -> WantedBoxes:
     """Decodes the boxes that an engine's ranks want; raises WireError if the bytes are no such answer."""
-    return _decoded(_boxes, data, "an engine wants")
-
-
-def _decoded(decoder: msgspec.json.Decoder[_T], data: bytes, who: str) -> _T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not the boxes that {who}: {error}") from None
+    return decoded(_boxes.decode, data, "the boxes that an engine wants")
 
 
 def name_of(wanted: bytes) -> str:

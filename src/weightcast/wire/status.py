@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from weightcast.errors import WireError
 from weightcast.wire.answers import State
-from weightcast.wire.fields import Label, Version
+from weightcast.wire.fields import Label, Version, decoded
 
 Outcome = Literal["running", "committed", "aborted", "quarantined", "reverted"]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -74,7 +73,4 @@ _decoder = msgspec.json.Decoder(EngineStatus)
 
 def decode_status(data: bytes) -> EngineStatus:
     """Decodes an engine's short description; raises WireError if it says something else."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"not the status of a weightcast receiver: {error}") from None
+    return decoded(_decoder.decode, data, "the status of a weightcast receiver")

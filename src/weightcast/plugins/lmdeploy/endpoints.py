@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
-from weightcast.comm.ipc import host_id
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
@@ -21,10 +20,9 @@ from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
 from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
 from weightcast.plugins.lmdeploy.settings import mp_executor
 from weightcast.plugins.lmdeploy.sleep import guard_sleep
-from weightcast.plugins.rank_sockets import notes_of, tables_of
+from weightcast.plugins.rank_sockets import engine_facts
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import SleepingSessions
-from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 
@@ -55,23 +53,13 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     calls = EngineCalls(async_engine.engine)
     hooks = LmdeployHooks(async_engine, calls)
     executor = LmdeployExecutor(int(config.tp), folder, calls, prefix_caching=bool(config.enable_prefix_caching))
-    specs, optional = tables_of(executor.hellos)
-    notes = notes_of(executor.hellos, optional)
-    for note in notes:
-        log.info("%s", note)
-    facts = EngineFacts(
+    facts = engine_facts(
+        executor,
         engine=f"lmdeploy {LMDEPLOY.version()}",
         model=str(async_engine.model_name),
-        host_id=host_id(),
-        ranks=executor.rank_infos(),
-        staging=executor.staging(),
-        staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
         # No ``direct``: LMDeploy keeps a float32 checkpoint's head in float32 and the rest in float16, and shares are
         # only read in the dtype that the trainer has.
         transports=("ipc", "broadcast"),
-        specs=specs,
-        optional=optional,
-        note="; ".join(notes),
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)

@@ -12,9 +12,8 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
-from weightcast.comm.ipc import host_id
 from weightcast.config import PauseMode
-from weightcast.plugins.rank_sockets import notes_of, tables_of, transports_of
+from weightcast.plugins.rank_sockets import engine_facts, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
@@ -23,7 +22,6 @@ from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_
 from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.switch_executor import SwitchExecutor
-from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -45,23 +43,13 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     check_settings(server_args)
     executor = SwitchExecutor(ranks_of(server_args), os.environ[FOLDER])
     hooks = SglangHooks(tokenizer_manager)
-    specs, optional = tables_of(executor.hellos)
-    notes = notes_of(executor.hellos, optional)
-    if server_args.dp_size > 1:
-        notes.append(f"{server_args.dp_size} data-parallel engines, updated together")
-    for note in notes:
-        log.info("%s", note)
-    facts = EngineFacts(
+    several = server_args.dp_size > 1
+    facts = engine_facts(
+        executor,
+        notes=[f"{server_args.dp_size} data-parallel engines, updated together"] if several else (),
         engine=f"sglang {SGLANG.version()}",
         model=server_args.served_model_name or server_args.model_path,
-        host_id=host_id(),
-        ranks=executor.rank_infos(),
-        staging=executor.staging(),
-        staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
         transports=transports_of(executor.hellos),
-        specs=specs,
-        optional=optional,
-        note="; ".join(notes),
         no_pause=_no_pause(server_args),
         hazards=(_KEEPS_DRAFT,) if has_draft(server_args) and not updates_draft(server_args) else (),
     )

@@ -16,7 +16,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Elsewhere
-from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of, transports_of
+from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
@@ -28,7 +28,6 @@ from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.adapter_routes import adapter_routes
 from weightcast.receiver.api_keys import Keys
-from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import Late, weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -135,24 +134,13 @@ class Endpoints(Late):
                 in_order=parallel.distributed_executor_backend in _IN_ORDER,
                 waits=staging == "device" and maps_weights(config),
             )
-        specs, optional = tables_of(executor.hellos)
-        notes = notes_of(executor.hellos, optional)
-        if replicas > 1:
-            ranks = count_of(parallel.world_size, "rank")
-            notes.append(f"{replicas} data-parallel engines with {ranks} each, updated together")
-        for note in notes:
-            log.info("%s", note)
-        facts = EngineFacts(
+        ranks = count_of(parallel.world_size, "rank")
+        facts = engine_facts(
+            executor,
+            notes=[f"{replicas} data-parallel engines with {ranks} each, updated together"] if replicas > 1 else (),
             engine=f"vllm {vllm.__version__}",
             model=name,
-            host_id=executor.host_id,
-            ranks=executor.rank_infos(),
-            staging=staging,
-            staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
             transports=transports_of(executor.hellos),
-            specs=specs,
-            optional=optional,
-            note="; ".join(notes),
             no_pause=hooks.no_pause,
             hazards=hazards_of(
                 config,
