@@ -79,7 +79,9 @@ class CumemOwner:
                 raise RuntimeError("vLLM's allocator does not keep the handle of memory where it is expected")
             tensor.fill_(_SECOND)
             if not bool((tensor == _SECOND).all()):
-                raise RuntimeError("memory that vLLM's allocator put behind our addresses does not keep what is written")
+                raise RuntimeError(
+                    "memory that vLLM's allocator put behind our addresses does not keep what is written"
+                )
             mapper.wait()
             mapper.unmap(address, size_bytes)
             mapper.destroy(found)
