@@ -8,6 +8,7 @@ the host cannot be recorded.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,7 +79,9 @@ def record(work: Callable[[], object], tensors: Sequence[torch.Tensor], pool: An
 def _no_waiting() -> Generator[None]:
     """Lets torch raise where the host would wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # what it misses, no capture has
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
