@@ -96,7 +96,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._settings = settings_of(vllm_config.additional_config)
             self._staging: StagingChoice = self._settings.staging
-            self._secret = self._shared_secret()
+            self._secret = _shared_secret(self._settings.secret_file, vllm_config.parallel_config, self._rank)
             if self._settings.draft == "update":
                 check_draft(vllm_config.speculative_config)
             with set_current_vllm_config(vllm_config):
@@ -232,36 +232,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._adapters.close()
 
     # -- once, when the model is loaded
-
-    def _shared_secret(self) -> Secret | None:
-        """Reads the secret.  Collective if ranks are on several hosts: all raise ``ConfigError`` if one has none."""
-        several = on_several_hosts(self.vllm_config.parallel_config)
-        error: ConfigError | None = None
-        secret = None
-        try:
-            secret = engine_secret(self._settings.secret_file)
-        except ConfigError as found:
-            if not several:
-                raise
-            error = found
-        if not several:
-            return secret
-        # A rank that refused alone would leave the others waiting for it in vLLM's own collectives.
-        group = get_world_group().cpu_group
-        mine = torch.tensor([secret is not None], dtype=torch.uint8)
-        said = [torch.empty_like(mine) for _ in range(group.size())]
-        group.allgather([said], [mine]).wait()
-        if error is not None:
-            raise error
-        without = [number for number, has in enumerate(said) if not has.item()]
-        if without:
-            names = ", ".join(map(str, without))
-            raise ConfigError(
-                f"the ranks of this vLLM are on several hosts, and ranks without an engine secret are: {names} "
-                f"(this is rank {self._rank} on host {socket.gethostname()})",
-                hint=SET_A_SECRET,
-            )
-        return secret
 
     def _make_receiver(self) -> WeightReceiver:
         if getattr(self.vllm_config.parallel_config, "enable_eplb", False):
@@ -433,3 +403,34 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return 0
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device) + 2 * self._receiver.loader.staging.mapped_bytes
+
+
+def _shared_secret(secret_file: str, parallel: Any, rank: int) -> Secret | None:
+    """Reads the secret.  Collective if ranks are on several hosts: all raise ``ConfigError`` if one has none."""
+    several = on_several_hosts(parallel)
+    error: ConfigError | None = None
+    secret = None
+    try:
+        secret = engine_secret(secret_file)
+    except ConfigError as found:
+        if not several:
+            raise
+        error = found
+    if not several:
+        return secret
+    # A rank that refused alone would leave the others waiting for it in vLLM's own collectives.
+    group = get_world_group().cpu_group
+    mine = torch.tensor([secret is not None], dtype=torch.uint8)
+    said = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([said], [mine]).wait()
+    if error is not None:
+        raise error
+    without = [number for number, has in enumerate(said) if not has.item()]
+    if without:
+        names = ", ".join(map(str, without))
+        raise ConfigError(
+            f"the ranks of this vLLM are on several hosts, and ranks without an engine secret are: {names} "
+            f"(this is rank {rank} on host {socket.gethostname()})",
+            hint=SET_A_SECRET,
+        )
+    return secret
