@@ -246,7 +246,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._beside_bytes = unpacked.quantised_bytes
         if self._beside_bytes:
             log.info(
-                "weightcast: rank %d keeps the loaded form of fp8 layers beside the model: %s",
+                "weightcast: rank %d keeps the loaded form of quantised layers beside the model: %s",
                 self._rank,
                 gib(self._beside_bytes),
             )
