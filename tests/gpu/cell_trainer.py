@@ -22,7 +22,7 @@ from tests.gpu.trainer import toy_module
 from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
 from weightcast import UpdateFailed, WeightcastError, WeightUpdater
-from weightcast.comm import update_group
+from weightcast.comm import group_moves, update_group
 from weightcast.comm.group_moves import Move
 from weightcast.report import UpdateReport
 
@@ -48,8 +48,8 @@ class Sent:
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._start = update_group.start_moves
-        update_group.start_moves = self._counting
+        self._start = group_moves.start_moves
+        group_moves.start_moves = update_group.start_moves = self._counting  # the second one is called on CPUs
 
     def _counting(self, group: Any, device: torch.device, sends: list[Move], *rest: Any) -> Any:
         self.size_bytes += sum(move.data.numel() for move in sends)
