@@ -149,7 +149,7 @@ class OnGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[int] = []
         self.blocked = threading.Event()
-        self.holds_up = False
+        self.holds_up = self.fails = False
 
         def start_apart(group, device, sends, receives, tags, look):
             return call_apart(lambda: self._start(group, sends, receives, tags), look)
@@ -160,6 +160,8 @@ class OnGpu:
         self.threads.append(threading.get_ident())
         if self.holds_up:  # as NCCL does where the other member does not come
             self.blocked.wait(PATIENCE_S)
+        if self.fails:
+            raise RuntimeError("NCCL error: remote process exited\nand more lines")
         return start_moves(group, CPU, sends, receives, tags)
 
 
@@ -191,8 +193,9 @@ def test_a_batch_of_nccl_is_begun_on_a_thread_of_its_own(sides, on_gpu):
 
 
 def test_a_batch_that_fails_says_so_where_it_was_wanted(sides, on_gpu):
-    with pytest.raises(GroupFailed, match="group g: "):
-        start_on_gpu(sides.members[0], [Move(17, filled(7, 8))])
+    on_gpu.fails = True
+    with pytest.raises(GroupFailed, match=r"group g: NCCL error: remote process exited$"):
+        start_on_gpu(sides.members[0], [Move(2, filled(7, 8))])
 
 
 def test_a_member_that_does_not_come_to_the_first_message_is_not_waited_for_without_end(sides, on_gpu):
