@@ -1,4 +1,8 @@
-"""Checkpoints of a Qwen3-VL that differ in vision tower or language model, and what an engine says about an image."""
+"""Checkpoints of a Qwen3-VL or Qwen2.5-VL that differ in vision tower or language model, and questions about an image.
+
+Qwen2.5-VL attends within windows of an image in its first layer, and names its tensors without ``model.`` or
+``language_model``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from tests.tiny import VOCAB, tiny_tokenizer
 
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PROCESSORS = {"image": "Qwen2VLImageProcessor", "video": "Qwen3VLVideoProcessor"}
+PROCESSOR = {"qwen3_vl": "Qwen3VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
 VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 64,
@@ -25,6 +30,16 @@ VISION: dict[str, Any] = {
     "out_hidden_size": 128,
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
+}
+VISION_WINDOWS: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "intermediate_size": 96,
+    "out_hidden_size": 128,
+    "patch_size": 16,
+    "window_size": 32,
+    "fullatt_block_indexes": [1],
 }
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -46,8 +61,10 @@ TEXT: dict[str, Any] = {
 }
 
 
-def made(root: Path, dtype: torch.dtype = torch.float32) -> dict[str, Path]:
+def made(root: Path, dtype: torch.dtype = torch.float32, family: str = "qwen3_vl") -> dict[str, Path]:
     """Returns the folders: ``B`` has another vision tower than ``A``, and ``C`` another language model."""
+    newest = family == "qwen3_vl"
+    text = TEXT | {"rope_parameters": TEXT["rope_parameters"] | {"mrope_interleaved": newest}}
     folders = {name: root / name for name in "ABC"}
     for folder in folders.values():
         tiny_tokenizer(folder)
@@ -56,9 +73,9 @@ def made(root: Path, dtype: torch.dtype = torch.float32) -> dict[str, Path]:
         tokenizer.save_pretrained(folder)
     start, end, picture, video = AutoTokenizer.from_pretrained(root / "A").convert_tokens_to_ids(list(MARKS))
     config = AutoConfig.for_model(
-        "qwen3_vl",
-        text_config=TEXT,
-        vision_config=VISION,
+        family,
+        text_config=text if newest else {key: value for key, value in text.items() if key != "head_dim"},
+        vision_config=VISION if newest else VISION_WINDOWS,
         image_token_id=picture,
         video_token_id=video,
         vision_start_token_id=start,
@@ -76,10 +93,12 @@ def made(root: Path, dtype: torch.dtype = torch.float32) -> dict[str, Path]:
                     parameter.copy_(torch.randn_like(parameter) * 0.3)
                 elif name == "C" and of_vision:
                     parameter.copy_(first[parameter_name])
+            if not newest:  # its model takes a mark that it has made itself for one more image
+                model.lm_head.weight[[start, end, picture, video]] = 0
             first = first or {key: tensor.clone() for key, tensor in model.named_parameters()}
         model.save_pretrained(folder)
         both: dict[str, Any] = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
-        both |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
+        both |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": PROCESSOR[family]}
         both["size"] = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}
         images, videos = ({f"{kind}_processor_type": name} for kind, name in PROCESSORS.items())
         (folder / "preprocessor_config.json").write_text(json.dumps(both | images))

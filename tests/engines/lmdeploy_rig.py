@@ -1,8 +1,8 @@
 """LMDeploy on a CPU, as far as it goes: ``python lmdeploy_rig.py MODEL_DIR``, in LMDeploy's own environment.
 
 LMDeploy's own: its HTTP routes and schemas, its middlewares, the engine's sleep and waking, the agent's methods that
-take weights, checkpoint-engine's receiver, and its models (Llama, Qwen3-VL with its vision tower) with packed
-projections, loader, finalisation and what they make of an image's patches.
+take weights, checkpoint-engine's receiver, and its models (Llama, Qwen3-VL and Qwen2.5-VL with vision towers) with
+packed projections, loader, finalisation and what they make of an image's patches.
 
 Not LMDeploy's: scheduler, paged cache, attention kernels and generation (``POST /rig_generate``, the whole sequence
 anew for each token).  What CUDA would do is replaced by what torch does with host memory: the current device is "cpu",
@@ -291,8 +291,8 @@ def generate(model: Any, config: Any, prompt: list[int], count: int, image: dict
         )
         if image is not None:
             seen = picture(model, config, image)
-            context.input_multimodals = [{"mm_data": [seen]}]
-            context.mrope_position_ids = positions(ids.size(1), seen)
+            context.input_multimodals = [seen]
+            context.mrope_position_ids = positions(ids.size(1), *seen.values())
         caches = [[None, None]] * text.num_hidden_layers
         if image is None:
             hidden = model(ids, context.position_ids, caches, nothing)
@@ -303,21 +303,29 @@ def generate(model: Any, config: Any, prompt: list[int], count: int, image: dict
     return tokens
 
 
-def picture(model: Any, config: Any, image: dict[str, Any]) -> Any:
-    """LMDeploy's description of an image."""
+def picture(model: Any, config: Any, image: dict[str, Any]) -> dict[str, list[Any]]:
+    """LMDeploy's description of an image, in the form that its model wants."""
     grid = torch.tensor(image["grid_thw"])
     words = int(grid.prod()) // model.visual.spatial_merge_size**2
     told = {
         "pixel_values": torch.tensor(image["pixel_values"]),
         "image_grid_thw": grid,
-        "offset": (image["start"], image["start"] + words),
         "image_token_id": config.image_token_id,
     }
-    return model.get_input_processor()._make_image_mm_data(told)
+    processor = model.get_input_processor()
+    if hasattr(processor, "_make_image_mm_data"):
+        return {"mm_data": [processor._make_image_mm_data(told | {"offset": (image["start"], image["start"] + words)})]}
+    of_one = told | {
+        "image_grid_thw": grid[None],
+        "offset": image["start"],
+        "image_tokens": words,
+    }  # Qwen2-VL's and 2.5's
+    return processor.preprocess_input([], [of_one]).input_multimodals
 
 
-def positions(length: int, seen: Any) -> torch.Tensor:
+def positions(length: int, images: list[Any]) -> torch.Tensor:
     """Position of each token on three axes: text counts on from the largest position of the image."""
+    [seen] = images
     of_image = torch.as_tensor(seen.mrope_pos_ids) + seen.start
     before = torch.arange(seen.start)[:, None].expand(-1, 3)
     after = (torch.arange(length - seen.end) + int(of_image.max()) + 1)[:, None].expand(-1, 3)

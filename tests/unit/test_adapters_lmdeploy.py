@@ -357,6 +357,10 @@ def test_engine_that_slept_before_the_update_is_left_asleep() -> None:
         (["model.layers.0.mlp.up_proj.weight"], ()),
         (["model.language_model.layers.0.mlp.up_proj.weight"], ("the vision tower, if this server has one",)),
         (["model.language_model.norm.weight", "model.visual.blocks.0.attn.proj.weight"], ()),
+        # A Qwen2, which may be the language model of a Qwen2-VL or Qwen2.5-VL.
+        (["model.layers.0.self_attn.q_proj.bias"], ("the vision tower, if this server has one",)),
+        (["model.layers.0.self_attn.q_proj.bias", "visual.blocks.0.attn.proj.weight"], ()),
+        (["model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.o_proj.bias"], ()),
     ],
 )
 def test_a_vision_tower_that_is_not_sent_is_named(names: list[str], kept: tuple[str, ...]) -> None:

@@ -19,14 +19,19 @@ TAKES_IMAGES = (
 KEPT_TOWER = "the vision tower, if this server has one"
 _OF_VISION = re.compile(r"visual|vision|image|img|\bvit\b|\bvpm\b|siglip|clip|patch_embed|pixtral", re.IGNORECASE)
 
+_OF_QWEN2 = "model.layers.0.self_attn.q_proj.bias"
+
 
 def without_tower(specs: Sequence[TensorSpec]) -> bool:
-    """True if an update is the language model of a model that also has a vision tower, by the names of its tensors.
+    """True if an update may be the language model of a model that also has a vision tower, by names of its tensors.
 
-    It may be meant so: some engines serve the language model of such a checkpoint alone.
+    It may be meant so: some engines serve the language model of such a checkpoint alone.  The language models of
+    Qwen2-VL and Qwen2.5-VL have the names of a Qwen2, so an update of a Qwen2 cannot be told from them.
     """
-    inner = any("language_model." in spec.name for spec in specs)
-    return inner and not any(_OF_VISION.search(spec.name) for spec in specs)
+    names = {spec.name for spec in specs}
+    inner = any("language_model." in name for name in names)
+    qwen2 = _OF_QWEN2 in names and _OF_QWEN2.replace("q_proj", "o_proj") not in names
+    return (inner or qwen2) and not any(_OF_VISION.search(name) for name in names)
 
 
 def check_encoders(info: EngineInfo, specs: Sequence[TensorSpec]) -> None:
