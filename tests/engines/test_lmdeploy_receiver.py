@@ -85,6 +85,7 @@ class Served:
         self.model = new
         [row] = report.targets
         assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
+        assert row.not_updated == (), "the scales of a cache that has none are constants"
         return before
 
     def info(self) -> dict[str, Any]:

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from weightcast.errors import ConfigError
 from weightcast.plugins.lmdeploy import hook_points
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
+from weightcast.plugins.lmdeploy.rank import fixed_scales
 from weightcast.plugins.lmdeploy.settings import check_settings, mp_executor
 
 
@@ -118,3 +121,20 @@ def test_the_first_reason_of_a_failed_start_is_kept(tmp_path: Path) -> None:
     note_failure(str(tmp_path), ConfigError("no memory", hint="use less"))
     note_failure(str(tmp_path), ConfigError("the engine process is gone"))
     assert failure_words(str(tmp_path)) == "no memory (use less)"
+
+
+class Attention(nn.Module):
+    """As LMDeploy's: with scales for a cache in 8 bits."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("k_scale", torch.tensor(scale))
+        self.register_buffer("v_scale", torch.ones(()))
+
+
+def test_scales_that_are_always_one_need_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.nn.attention", SimpleNamespace(Attention=Attention))
+    other = nn.Module()
+    other.register_buffer("k_scale", torch.ones(()))
+    model = nn.ModuleDict({"first": Attention(), "second": Attention(0.5), "third": other})
+    assert list(fixed_scales(model)) == ["first.k_scale", "first.v_scale", "second.v_scale"]

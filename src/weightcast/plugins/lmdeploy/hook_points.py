@@ -66,6 +66,7 @@ IN_RANKS: dict[str, tuple[str, ...]] = {
     f"{_AGENT}BaseModelAgent.sleep": ("self", "level"),
     f"{_AGENT}BaseModelAgent.wakeup": ("self", "tags"),
     **{f"{_AGENT}BaseModelAgent.{name}": ("self", "request") for name in OWN_UPDATES},
+    "lmdeploy.pytorch.nn.attention:Attention.forward": ("self", "k_scales_zeros", "v_scales_zeros"),
     f"{_WEIGHTS}ModelWeightLoader": ("model_path",),
     f"{_WEIGHTS}ModelWeightLoader._get_weights_iterator": ("self", "path"),
     f"{_WEIGHTS}ModelWeightLoader._rename_weights_iterator": ("iterator", "model"),

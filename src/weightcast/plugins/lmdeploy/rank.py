@@ -69,6 +69,9 @@ class LmdeployRank(SwitchRank):
             engine=self.engine,
             without=LMDEPLOY.without,
         )
+        fixed = set(fixed_scales(model))
+        loader = self.receiver.loader
+        loader.not_updated = tuple(name for name in loader.not_updated if name not in fixed)
         self.listen(folder)
 
     def apply(self, message: Message) -> RankAck:
@@ -201,6 +204,18 @@ def install(folder: str) -> None:
     agent.load_model_weights = load_model_weights
     agent_class._async_step, agent_class.sleep, agent_class.wakeup = _async_step, sleep, wakeup
     meet_beside_forwards()
+
+
+def fixed_scales(model: nn.Module) -> Iterator[str]:
+    """Names of buffers that have the only value that LMDeploy ever gives them: 1, the scales of its KV cache."""
+    from lmdeploy.pytorch.nn.attention import Attention
+
+    for prefix, module in model.named_modules():
+        if isinstance(module, Attention):
+            for name in ("k_scale", "v_scale"):
+                scale = getattr(module, name, None)
+                if isinstance(scale, torch.Tensor) and scale.numel() == 1 and bool(scale == 1):
+                    yield f"{prefix}.{name}" if prefix else name
 
 
 def _check_model(model: nn.Module) -> None:
