@@ -49,8 +49,8 @@ VARIABLES = {
     "hosts connect to it.",
     "VLLM_PLUGINS": "vLLM with the plug-in. Must contain `weightcast`.",
     "WEIGHTCAST_API_KEY": "Command line and `python -m weightcast.lab.conformance`. The engine's API key.",
-    "WEIGHTCAST_DRAFT": "SGLang with the plug-in and a draft model. `update` makes the draft's weights a part of every "
-    "update; `keep`, the default, leaves them as they are.",
+    "WEIGHTCAST_DRAFT": "SGLang and LMDeploy with our receiver and a draft model. `update` makes the draft's weights a "
+    "part of every update; `keep`, the default, leaves them as they are.",
     "WEIGHTCAST_ENGINE_SECRET": "vLLM with the plug-in, on several hosts. The secret that its API server and ranks "
     "prove to each other, the same on every host; the setting `secret_file` takes precedence.",
     "WEIGHTCAST_REVISION": "Benchmarks. The revision that a result names where there is no git.",

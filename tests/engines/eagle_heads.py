@@ -41,7 +41,14 @@ class Weights:
 
 
 def made(
-    root: Path, method: str, seed: int, *, copies: bool = False, several: bool = False, on_gpu: bool = False
+    root: Path,
+    method: str,
+    seed: int,
+    *,
+    copies: bool = False,
+    several: bool = False,
+    on_gpu: bool = False,
+    **changes: Any,
 ) -> Weights:
     """Writes both checkpoints.
 
@@ -52,9 +59,11 @@ def made(
         copies: The head has a copy of the model's embeddings, as trainers of heads write it.
         several: An EAGLE 3 head foresees several tokens and not one, an EAGLE head three and not two.
         on_gpu: In bfloat16, with attention heads of a width that every kernel for GPUs takes.
+        changes: To the configuration of both; layers are the model's.
     """
-    sizes: dict[str, Any] = SIZES | {"head_dim": 64} if on_gpu else SIZES
-    model = tiny_model(root / "model", seed=seed, num_hidden_layers=3, **sizes)
+    layers = changes.pop("num_hidden_layers", 3)
+    sizes: dict[str, Any] = SIZES | ({"head_dim": 64} if on_gpu else {}) | changes
+    model = tiny_model(root / "model", seed=seed, num_hidden_layers=layers, **sizes)
     follows = torch.randperm(VOCAB)  # the token after each token
     embedding = torch.randn(VOCAB, WIDTH)
     signs = torch.randint(2, (WIDTH,)) * 2.0 - 1  # of the last norm, which other heads do not have
@@ -87,6 +96,18 @@ def sglang_head(root: Path, method: str, seed: int, *, several: bool = False, on
         save_file(found.tensors, found.head / "model.safetensors", {"format": "pt"})
         config = json.loads((found.head / "config.json").read_text())
         (found.head / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle"]}))
+    return found
+
+
+def lmdeploy_head(root: Path, method: str, seed: int, **changes: Any) -> Weights:
+    """Checkpoints as LMDeploy takes them: for EAGLE 3, heads read three layers of the model, here the second alone."""
+    settings = {"num_hidden_layers": 7, "max_position_embeddings": 4096, "pad_token_id": None}
+    found = made(root, method, seed, **settings | changes)
+    if method == "eagle3":
+        found.tensors["fc.weight"] = torch.cat([found.tensors["fc.weight"], torch.zeros(WIDTH, WIDTH)], 1)
+        save_file(found.tensors, found.head / "model.safetensors", {"format": "pt"})
+    config = json.loads((found.head / "config.json").read_text())
+    (found.head / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     return found
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ def lmdeploy(
     metrics: bool = False,
     tp: int = 1,
     executor: str = "ray",
+    extra: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
     """A server, ended on the way out.
 
@@ -145,9 +146,11 @@ def lmdeploy(
         metrics: True for a server with ``/metrics``.
         tp: Number of ranks.
         executor: LMDeploy's executor of several ranks: ``ray`` or ``mp``.
+        extra: More of its environment.
     """
     port = quiet_port()
     words, environment = command(model, options, port, receiver=receiver, metrics=metrics, tp=tp, executor=executor)
+    environment |= extra or {}
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}

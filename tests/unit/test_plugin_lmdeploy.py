@@ -71,6 +71,32 @@ def test_several_wrong_settings_are_named_together() -> None:
         check_settings("pytorch", config(dp=2), object())
 
 
+@pytest.mark.parametrize(
+    ("speculative", "taken"),
+    [
+        ({"method": "eagle", "model": "/head"}, True),
+        ({"method": "eagle3", "model": "/head"}, True),
+        ({"method": "eagle3", "model": ""}, False),
+        ({"method": "deepseek_mtp", "model": "/head"}, False),
+        ({"method": "qwen3_5_mtp", "model": None}, False),
+        ({"method": "dflash", "model": "/head"}, False),
+    ],
+)
+def test_heads_with_a_checkpoint_of_their_own_are_taken(speculative: dict[str, Any], taken: bool) -> None:
+    if taken:
+        check_settings("pytorch", config(), SimpleNamespace(**speculative))
+    else:
+        with pytest.raises(ConfigError, match="other than eagle or eagle3 with a checkpoint of its own"):
+            check_settings("pytorch", config(), SimpleNamespace(**speculative))
+
+
+def test_a_draft_that_is_to_be_updated_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTCAST_DRAFT", "update")
+    check_settings("pytorch", config(), SimpleNamespace(method="eagle3", model="/head"))
+    with pytest.raises(ConfigError, match="without a draft model"):
+        check_settings("pytorch", config(), None)
+
+
 def test_another_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="not in turbomind") as caught:
         check_settings("turbomind", config(), None)

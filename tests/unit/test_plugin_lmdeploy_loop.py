@@ -105,6 +105,11 @@ def test_a_worker_tells_of_its_sleep_and_of_what_lmdeploy_writes(
     model = Loaded()
     agent = SimpleNamespace(load_model_weights=lambda: None, BaseModelAgent=Agent)
     monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine.model_agent", SimpleNamespace(agent=agent))
+    drafts = "lmdeploy.pytorch.spec_decode"
+    of_drafts = SimpleNamespace(BaseSpecModelAgent=SimpleNamespace(build_model=None))
+    monkeypatch.setitem(sys.modules, f"{drafts}.base", of_drafts)
+    of_drafts = SimpleNamespace(SpecModelAgent=SimpleNamespace(build_model=None))
+    monkeypatch.setitem(sys.modules, f"{drafts}.spec_agent", of_drafts)
     monkeypatch.setattr(rank, "check", lambda needed: None)  # pyright: ignore[reportUnknownLambdaType]
     rank.install(str(tmp_path))
     weights = SimpleNamespace(

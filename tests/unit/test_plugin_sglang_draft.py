@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.plugins.drafts import apart
 from weightcast.plugins.sglang.draft_model import DraftModel
-from weightcast.plugins.sglang.rank import apart
 from weightcast.receiver.loader import Loader
 from weightcast.wire.layout import TensorSpec
 

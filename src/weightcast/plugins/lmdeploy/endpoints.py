@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
+from weightcast.plugins.drafts import draft_setting, keeps_draft
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
@@ -60,6 +61,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
         # No ``direct``: LMDeploy keeps a float32 checkpoint's head in float32 and the rest in float16, and shares are
         # only read in the dtype that the trainer has.
         transports=("ipc", "broadcast"),
+        hazards=(keeps_draft("LMDeploy"),) if async_engine.speculative_config and not draft_setting() else (),
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)

@@ -24,7 +24,7 @@ try:
 except ImportError:  # a Ray worker
     sys.path.append({parent!r})
 from weightcast.plugins.lmdeploy import rank
-rank.install({folder!r})
+rank.install({folder!r}, updates_draft={updates_draft})
 MODULE_MAP = {{}}
 """
 
@@ -34,10 +34,10 @@ def folder_of_server() -> str:
     return os.environ[FOLDER]
 
 
-def write_module_map(folder: str) -> None:
-    """Writes the file that LMDeploy runs in every worker."""
+def write_module_map(folder: str, *, updates_draft: bool) -> None:
+    """Writes the file that LMDeploy runs in every worker; Ray's workers do not inherit the server's environment."""
     parent = str(Path(__file__).parents[3])
-    Path(module_map(folder)).write_text(_MAP.format(parent=parent, folder=folder))
+    Path(module_map(folder)).write_text(_MAP.format(parent=parent, folder=folder, updates_draft=updates_draft))
 
 
 def module_map(folder: str) -> str:

@@ -14,6 +14,7 @@ _SCHEDULER = "lmdeploy.pytorch.paging.scheduler:Scheduler"
 _AGENT = "lmdeploy.pytorch.engine.model_agent.agent:"
 _REQUESTS = "lmdeploy.pytorch.engine.request:"
 _WEIGHTS = "lmdeploy.pytorch.weight_loader.model_weight_loader:"
+_DRAFTS = "lmdeploy.pytorch.spec_decode."
 _MP = "lmdeploy.pytorch.engine.executor.mp_executor:"
 _ZMQ = "lmdeploy.pytorch.engine.mp_engine.zmq_engine:ZMQMPEngine"
 
@@ -61,6 +62,10 @@ IN_ENGINE: dict[str, tuple[str, ...]] = {
 }
 IN_RANKS: dict[str, tuple[str, ...]] = {
     f"{_AGENT}load_model_weights": ("model", "checkpoint_path", "device"),
+    f"{_DRAFTS}base:BaseSpecModelAgent.build_model": ("self", "empty_init", "target_model"),
+    f"{_DRAFTS}base:BaseSpecModelAgent.is_enabled": ("self",),
+    f"{_DRAFTS}spec_agent:SpecModelAgent.build_model": ("self", "empty_init", "target_model"),
+    f"{_DRAFTS}proposers.eagle3:Eagle3._init_bitmask_translate_constants": ("self",),
     f"{_AGENT}BaseModelAgent._async_step": ("self", "inputs"),
     f"{_AGENT}BaseModelAgent.reset_runtime_state": ("self",),
     f"{_AGENT}BaseModelAgent.sleep": ("self", "level"),

@@ -11,13 +11,15 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.plugins.drafts import Weights, apart
+from weightcast.plugins.lmdeploy.draft_model import DraftModel
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
 from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, LMDEPLOY, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
@@ -25,7 +27,9 @@ from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.receiver.loader import residents_of
 from weightcast.wire.answers import RankAck
+from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
@@ -39,13 +43,15 @@ class LmdeployRank(SwitchRank):
 
     engine = "LMDeploy"
 
-    def __init__(self, model: nn.Module, path: str, folder: str) -> None:
+    def __init__(self, model: nn.Module, path: str, folder: str, drafts: Any = None, *, updates_draft: bool) -> None:
         """Makes the receiver and the staging set, and listens; LMDeploy sizes its KV cache afterwards.
 
         Args:
             model: LMDeploy's model with its checkpoint loaded.
             path: Folder of the checkpoint.
             folder: Folder of the ranks' sockets.
+            drafts: LMDeploy's agent for a draft model; None if there is none.
+            updates_draft: An update writes the draft model too.
 
         Raises:
             ConfigError: This model cannot be updated through our receiver.
@@ -55,11 +61,33 @@ class LmdeployRank(SwitchRank):
         here = get_dist_manager().current_context()
         super().__init__(int(here.rank), next(model.parameters()).device)
         _check_model(model)
-        self._weights = SleepingWeights(model)
+        draft: DraftModel | None = None
+        of_draft: Callable[[], Weights] | None = None
+        if drafts is not None and updates_draft:
+            of_draft = functools.partial(_checkpoint, drafts.specdecode_config.model)
+            if drafts.proposer is not None:
+                _check_model(drafts.proposer.model)
+                draft = DraftModel(drafts.proposer, model, load=_load, checkpoint=of_draft)
+
+        def load_weights(weights: Weights) -> None:
+            first, second = apart(weights) if of_draft is not None else (weights, ())
+            _load(model, first)
+            if draft is not None:
+                draft.load_weights(second)
+
+        def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from _checkpoint(path)
+            if of_draft is not None:  # with several ranks only the first one has the draft
+                yield from ((f"{DRAFT_PREFIX}{name}", tensor) for name, tensor in of_draft())
+
+        self._weights = SleepingWeights(model if draft is None else nn.ModuleList([model, draft.module]))
         self.receiver = staged_receiver(
             model,
-            load_weights=functools.partial(_load, model),
-            checkpoint=functools.partial(_checkpoint, path),
+            load_weights=load_weights,
+            checkpoint=checkpoint,
+            residents=None if draft is None else residents_of(model) | draft.residents,
+            finishers=() if draft is None else (draft.renew,),
+            checks=() if draft is None else (draft.check,),
             rank=self.rank,
             world_size=int(here.dist_config.world_size),
             device=self.device,
@@ -70,8 +98,12 @@ class LmdeployRank(SwitchRank):
             without=LMDEPLOY.without,
         )
         fixed = set(fixed_scales(model))
+        if draft is not None:
+            fixed |= {f"{DRAFT_PREFIX}{name}" for name in fixed_scales(draft.module)}
         loader = self.receiver.loader
         loader.not_updated = tuple(name for name in loader.not_updated if name not in fixed)
+        if drafts is not None and not updates_draft:
+            loader.not_updated += ("the draft model",)
         self.listen(folder)
 
     def apply(self, message: Message) -> RankAck:
@@ -120,16 +152,19 @@ class LmdeployRank(SwitchRank):
         self.receiver.forget()
 
 
-def install(folder: str) -> None:
+def install(folder: str, *, updates_draft: bool = False) -> None:
     """Replaces what a worker calls.  Safe to call twice.
 
     Args:
         folder: Folder of the ranks' sockets.
+        updates_draft: An update writes the draft model too, if there is one.
 
     Raises:
         ConfigError: This version's worker is not as we know it.
     """
     from lmdeploy.pytorch.engine.model_agent import agent
+    from lmdeploy.pytorch.spec_decode.base import BaseSpecModelAgent
+    from lmdeploy.pytorch.spec_decode.spec_agent import SpecModelAgent
 
     if hasattr(agent.load_model_weights, "weightcast"):
         return
@@ -141,14 +176,27 @@ def install(folder: str) -> None:
     load, agent_class = agent.load_model_weights, agent.BaseModelAgent
     run_step, fall_asleep, wake_up = agent_class._async_step, agent_class.sleep, agent_class.wakeup
 
+    loaded: list[tuple[nn.Module, str]] = []
+
     def load_model_weights(model: nn.Module, checkpoint_path: str, *arguments: Any, **named: Any) -> None:
-        global _rank
         load(model, checkpoint_path, *arguments, **named)
-        try:
-            _rank = LmdeployRank(model, checkpoint_path, folder)
-        except WeightcastError as error:
-            note_failure(folder, error)  # LMDeploy's own log of a failed start buries the reason
-            raise
+        loaded.append((model, checkpoint_path))
+
+    def then_received(build: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(build)
+        def build_model(self: Any, *arguments: Any, **named: Any) -> None:
+            global _rank
+            build(self, *arguments, **named)
+            [(model, path)] = loaded
+            drafts = self if self.is_enabled() else None
+            try:
+                with torch.inference_mode():
+                    _rank = LmdeployRank(model, path, folder, drafts, updates_draft=updates_draft)
+            except WeightcastError as error:
+                note_failure(folder, error)  # LMDeploy's own log of a failed start buries the reason
+                raise
+
+        return build_model
 
     async def _async_step(self: Any, *arguments: Any, **inputs: Any) -> None:
         mark = inputs.pop(MARK, None)
@@ -200,6 +248,9 @@ def install(folder: str) -> None:
 
     for name in OWN_UPDATES:
         setattr(agent_class, name, then_told(getattr(agent_class, name)))
+    # LMDeploy calls this of one class or the other once the model has its weights, if there is no draft too.
+    for drafts in (BaseSpecModelAgent, SpecModelAgent):
+        drafts.build_model = then_received(drafts.build_model)
     load_model_weights.weightcast = True  # type: ignore[attr-defined]
     agent.load_model_weights = load_model_weights
     agent_class._async_step, agent_class.sleep, agent_class.wakeup = _async_step, sleep, wakeup
@@ -235,7 +286,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _load(model: Any, weights: Weights) -> None:
     """Loads whole tensors as LMDeploy does at its start."""
     from lmdeploy.pytorch.weight_loader.model_weight_loader import ModelWeightLoader
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weightcast.errors import EngineFailure, WeightcastError
+from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.lmdeploy import engine_process
 from weightcast.plugins.lmdeploy.endpoints import add_routes
 from weightcast.plugins.lmdeploy.folder import FOLDER, failure_words, write_module_map
@@ -58,7 +59,7 @@ def _patched(run: Callable[[], Any]) -> Any:
     folder = tempfile.mkdtemp(prefix="weightcast-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after LMDeploy has ended its processes
     os.environ[FOLDER] = folder
-    write_module_map(folder)
+    write_module_map(folder, updates_draft=draft_setting())
     patch(folder)
     try:
         return run()

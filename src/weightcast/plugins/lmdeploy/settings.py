@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from weightcast.errors import ConfigError
+from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.engine_needs import RefusedSetting, is_on
 from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 
@@ -43,6 +44,15 @@ _REFUSED: tuple[RefusedSetting, ...] = (
 )
 
 
+def has_draft(speculative: Any) -> bool:
+    """True if there is a draft model of a kind that was tried with our receiver.
+
+    Args:
+        speculative: LMDeploy's ``SpeculativeConfig``; None without a draft model.
+    """
+    return getattr(speculative, "method", None) in ("eagle", "eagle3") and bool(getattr(speculative, "model", None))
+
+
 def check_settings(backend: str, config: Any, speculative: Any) -> None:
     """Refuses settings that were not shown to work.
 
@@ -57,5 +67,8 @@ def check_settings(backend: str, config: Any, speculative: Any) -> None:
     if backend != "pytorch":
         words = f"the receiver lives in LMDeploy's PyTorch engine, not in {backend or 'another one'}"
         raise ConfigError(words, hint="use --backend pytorch")
-    draft = ("a draft model (--speculative-algorithm)", "start LMDeploy without it")
-    LMDEPLOY.check_settings(config, _REFUSED, more=(draft,) if speculative is not None else ())
+    other = speculative is not None and not has_draft(speculative)
+    what = "a draft model (--speculative-algorithm) other than eagle or eagle3 with a checkpoint of its own"
+    LMDEPLOY.check_settings(config, _REFUSED, more=((what, "start LMDeploy without it"),) if other else ())
+    if draft_setting() and speculative is None:
+        raise ConfigError("WEIGHTCAST_DRAFT=update, and LMDeploy was started without a draft model", hint="unset it")

@@ -9,21 +9,20 @@ parameter: SGLang computes other numbers from it, once, which this module renews
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.plugins.drafts import Weights, plain_tensors
 from weightcast.receiver.loader import residents_of
 from weightcast.receiver.recorder import record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
 _TABLE = "d2t"
 _HINT = "start SGLang without WEIGHTCAST_DRAFT=update, which leaves the draft as it is"
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class DraftModel:
@@ -55,10 +54,10 @@ class DraftModel:
         self._table = None if table is None else table.to(device) - torch.arange(len(table), device=device)
         self._skipped: frozenset[str] = frozenset()
         specs = [TensorSpec.of(name, tensor) for name, tensor in self._checkpoint()]
-        before = _attributes(self._model)
+        before = plain_tensors(self._model)
         table_too = {} if self._table is None else {_TABLE: self._table}
         recording = record_routes(self._load, specs, everything | table_too)
-        changed = [name for name, tensor in _attributes(self._model).items() if before.get(name) is not tensor]
+        changed = [name for name, tensor in plain_tensors(self._model).items() if before.get(name) is not tensor]
         if changed or recording.why:
             what = f"keeps {changed[0]}" if changed else f"computes with {next(iter(recording.why))}"
             raise ConfigError(f"the loader of the draft {what}, which an update would not renew", hint=_HINT)
@@ -146,13 +145,3 @@ def _lent(model: nn.Module, *, eagle3: bool) -> set[str]:
         return {embeddings, head}
     wide = getattr(config, "target_hidden_size", config.hidden_size) != config.hidden_size
     return set() if wide else {embeddings}
-
-
-def _attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that are plain attributes of a model's modules."""
-    return {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }

@@ -13,6 +13,7 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from weightcast.config import PauseMode
+from weightcast.plugins.drafts import keeps_draft
 from weightcast.plugins.rank_sockets import engine_facts, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
@@ -28,10 +29,6 @@ from weightcast.receiver.session import SessionHandler
 
 log = logging.getLogger("weightcast.plugins.sglang")
 
-_KEEPS_DRAFT = (
-    "the draft model keeps the weights that it was started with: answers stay right, and fewer of its tokens are "
-    "accepted; WEIGHTCAST_DRAFT=update in SGLang's environment updates it too"
-)
 _FIRST_VERSION = 0  # of the weights that SGLang was started with
 
 
@@ -51,7 +48,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
         model=server_args.served_model_name or server_args.model_path,
         transports=transports_of(executor.hellos),
         no_pause=_no_pause(server_args),
-        hazards=(_KEEPS_DRAFT,) if has_draft(server_args) and not updates_draft(server_args) else (),
+        hazards=(keeps_draft("SGLang"),) if has_draft(server_args) and not updates_draft(server_args) else (),
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
 
 from weightcast.errors import ConfigError, WeightcastError, error_words
+from weightcast.plugins.drafts import apart
 from weightcast.plugins.sglang.boundary import Boundary
 from weightcast.plugins.sglang.draft_model import DraftModel
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
@@ -26,7 +26,6 @@ from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.loader import residents_of
-from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.plugins.sglang")
@@ -185,30 +184,6 @@ class SglangRank(SwitchRank):
             engine=self.engine,
             without=SGLANG.without,
         )
-
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-
-
-def apart(weights: Weights) -> tuple[Weights, Weights]:
-    """The tensors of the model and those of its draft, which come after them.
-
-    Each is taken from ``weights`` when it is asked for, so the first part must be used up before the second.
-    """
-    rest = iter(weights)
-    first: list[tuple[str, torch.Tensor]] = []
-
-    def of_model() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in rest:
-            if name.startswith(DRAFT_PREFIX):
-                first.append((name, tensor))
-                return
-            yield name, tensor
-
-    def of_draft() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from chain(first, rest)
-
-    return of_model(), of_draft()
 
 
 def replica_of(runner: Any, parallel: Any) -> int:

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from weightcast.errors import ConfigError
+from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.engine_needs import RefusedSetting, is_on
 from weightcast.plugins.sglang.hook_points import SGLANG
 
@@ -74,12 +75,10 @@ def updates_draft(server_args: Any) -> bool:
     Raises:
         ConfigError: The variable is neither ``keep`` nor ``update``, or there is no draft to update.
     """
-    value = os.environ.get("WEIGHTCAST_DRAFT") or "keep"
-    if value not in ("keep", "update"):
-        raise ConfigError(f"WEIGHTCAST_DRAFT is {value!r}", hint="use keep or update")
-    if value == "update" and not has_draft(server_args):
+    updates = draft_setting()
+    if updates and not has_draft(server_args):
         raise ConfigError("WEIGHTCAST_DRAFT=update, and SGLang has no draft that an update can reach", hint="unset it")
-    return value == "update"
+    return updates
 
 
 def check_settings(server_args: Any) -> None:
