@@ -32,6 +32,7 @@ from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.rank import WeightReceiver
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
+from weightcast.runtime import tensor_places
 from weightcast.wire.answers import RankAck
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.messages import Message
@@ -217,6 +218,9 @@ class World:
                 if tensor.dtype.is_floating_point:
                     dtype = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[tensor.dtype]
                     setattr(module, leaf, nn.Parameter(tensor.data.to(dtype), requires_grad=False))
+            case "other strides in the same memory":
+                if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
+                    tensor.data = tensor.data.t()
             case "engine moves a parameter":
                 self.engine.move(number)
             case "engine restarts":
@@ -304,6 +308,7 @@ CHANGES = (
     "move a storage",
     "view of a larger storage",
     "another dtype",
+    "other strides in the same memory",
     "engine moves a parameter",
     "engine restarts",
     "engine with another tp",
@@ -333,19 +338,27 @@ def worlds() -> Iterator[list[World]]:
 
 
 @contextmanager
-def exchanging(size_bytes: int) -> Iterator[None]:
-    """Parameters below this size are exchanged in one launch, as on a GPU."""
+def exchanging(size_bytes: int, compiled: bool) -> Iterator[None]:
+    """Parameters below this size are exchanged in one launch, as on a GPU.
+
+    If ``compiled``, few tensors are looked at in compiled code, as many are.
+    """
     before, staging._EXCHANGED_BYTES = staging._EXCHANGED_BYTES, {"cpu": size_bytes}
+    many, tensor_places._MANY = tensor_places._MANY, 1 if compiled else 1 << 30
     try:
         yield
     finally:
-        staging._EXCHANGED_BYTES = before
+        staging._EXCHANGED_BYTES, tensor_places._MANY = before, many
 
 
 def play(
-    worlds: list[World], steps: list[tuple[int, str, int, bool]], size_bytes: int, transport: str = TRANSPORTS[0]
+    worlds: list[World],
+    steps: list[tuple[int, str, int, bool]],
+    size_bytes: int,
+    transport: str = TRANSPORTS[0],
+    compiled: bool = True,
 ) -> None:
-    with exchanging(size_bytes):
+    with exchanging(size_bytes, compiled):
         for world in worlds:
             world.engine.tp_size, world.engine.place, world.engine.draft = 1, "device", False
             world.engine.kind, world.bucket_bytes, world.transport = FusedModel, BUCKETS[0], transport
@@ -368,10 +381,11 @@ def quiet(cases: int) -> Any:
     return settings(max_examples=cases, deadline=None, suppress_health_check=checks)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["attributes", "compiled"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("what", CHANGES)
-def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what, transport):
-    play(worlds, [(0, what, 3, True), (1, what, 5, False), (0, what, 4, True)], 128, transport)
+def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what, transport, compiled):
+    play(worlds, [(0, what, 3, True), (1, what, 5, False), (0, what, 4, True)], 128, transport, compiled)
 
 
 @quiet(5)
@@ -379,9 +393,10 @@ def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what, trans
     steps=st.lists(STEPS, max_size=8),
     size_bytes=st.sampled_from([0, 128, 1 << 20]),
     transport=st.sampled_from(TRANSPORTS),
+    compiled=st.booleans(),
 )
-def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport):
-    play(worlds, steps, size_bytes, transport)
+def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport, compiled):
+    play(worlds, steps, size_bytes, transport, compiled)
 
 
 @pytest.mark.wide
@@ -391,6 +406,9 @@ def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, st
     steps=st.lists(STEPS, max_size=20),
     size_bytes=st.sampled_from([0, 128, 1 << 20]),
     transport=st.sampled_from(TRANSPORTS),
+    compiled=st.booleans(),
 )
-def test_after_any_long_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport):
-    play(worlds, steps, size_bytes, transport)
+def test_after_any_long_sequence_of_changes_the_engine_holds_what_was_sent(
+    worlds, steps, size_bytes, transport, compiled
+):
+    play(worlds, steps, size_bytes, transport, compiled)

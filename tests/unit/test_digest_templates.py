@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from weightcast.digest import on_cpu
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import CPU_TILING, GPU_TILING, plans_of_transfers
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in, form_of
+from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
 
 CPU = torch.device("cpu")
@@ -95,22 +94,3 @@ def test_one_template_serves_memory_that_moves():
         assert torch.equal(source, target)
         expected = partial_sums([Piece(tensor=source, full_shape=(3, 50))])
         assert torch.equal(sums, expected)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.zeros(4, 6, dtype=torch.bfloat16),
-        torch.zeros(6, 4),
-        torch.zeros(6, 4).t(),
-        torch.zeros(4, 6, device="meta"),
-    ],
-)
-def test_a_tensor_of_another_form_needs_another_template(other):
-    assert form_of([torch.zeros(4, 6)]) == form_of([torch.ones(4, 6)])
-    assert form_of([torch.zeros(4, 6)]) != form_of([other])
-
-
-def test_bytes_that_are_not_the_values_have_no_form():
-    lazily = torch.zeros(2, 2, dtype=torch.complex64).conj()
-    assert form_of([lazily]) != form_of([lazily])

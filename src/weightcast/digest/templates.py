@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import torch
 
@@ -137,13 +136,3 @@ class Placed:
     def plans(self) -> list[Plan]:
         """The tables of a launch, as ``Template.at``."""
         return self._template.at(self._addresses)
-
-
-def form_of(tensors: Sequence[torch.Tensor]) -> object:
-    """Device, dtype, shape and strides of each tensor: equal as long as a template made for them fits."""
-    if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
-        return object()  # equal to nothing
-    return [list(map(read, tensors)) for read in _FORM]
-
-
-_FORM = torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"), attrgetter("device")

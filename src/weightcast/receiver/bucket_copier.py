@@ -10,10 +10,11 @@ import torch
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in, form_of
+from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.receiver.staging import Staging
+from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import may_overflow, overflows
 from weightcast.wire.layout import TensorSlot
@@ -26,12 +27,12 @@ class _Prepared:
     """The launches of one bucket, for any place of the bucket and of the parameters.
 
     Attributes:
-        form: ``form_of`` the parameters that it writes.
+        form: Form of the parameters that it writes.
         lent: Names of the lent slots, in the order of their memories.
         rest: Copies that are no transfers.
     """
 
-    form: object
+    form: TensorPlaces
     lent: tuple[str, ...]
     template: Template
     launches: PlacedLaunches
@@ -101,7 +102,7 @@ class BucketCopier:
         """One launch for all copies, except those that cast or that go to another device."""
         where: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
-            where = where, tuple(staging.target(name).data_ptr() for name in plan.parameters)
+            where = where, tuple(map(torch.Tensor.data_ptr, map(staging.targets.__getitem__, plan.parameters)))
         device, lent, place = bucket.data.device, frozenset(bucket.lent), (bucket.data.data_ptr(), where)
         found = plan.prepared.get((device, lent))
         if not isinstance(found, _Prepared) or place not in found.launches:
@@ -109,7 +110,8 @@ class BucketCopier:
         prepared = found
 
         def placed() -> Placed:
-            memories = bucket.data, *map(staging.target, plan.parameters), *map(bucket.lent.__getitem__, prepared.lent)
+            written = map(staging.targets.__getitem__, plan.parameters)
+            memories = bucket.data, *written, *map(bucket.lent.__getitem__, prepared.lent)
             return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
         sums = prepared.launches.run(place, placed, summed=summed)
@@ -120,10 +122,10 @@ class BucketCopier:
 def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> _Prepared:
     """The launches of a bucket wherever it lies; parameters on other devices are written by the rest of the copies."""
     known = plan.prepared.get((device, lent))
-    targets = {name: staging.target(name) for name in plan.parameters}
-    form = form_of(list(targets.values()))
-    if isinstance(known, _Prepared) and known.form == form:
+    found = list(map(staging.targets.__getitem__, plan.parameters))
+    if isinstance(known, _Prepared) and known.form.fits(found):
         return known
+    targets = dict(zip(plan.parameters, found, strict=True))
     made = StandIns()
     near = {name: made.of(target) if target.device == device else target for name, target in targets.items()}
     names = tuple(slot.spec.name for slot in plan.layout.slots if slot.spec.name in lent)
@@ -141,7 +143,7 @@ def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: fro
         for source, target in ends
     ]
     template, launches = Template(transfers, memories, device), PlacedLaunches(device, len(plan.table))
-    prepared = plan.prepared[device, lent] = _Prepared(form, names, template, launches, rest)
+    prepared = plan.prepared[device, lent] = _Prepared(TensorPlaces(found), names, template, launches, rest)
     return prepared
 
 

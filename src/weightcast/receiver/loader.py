@@ -260,7 +260,7 @@ class Loader:
             self.know()
         if self.known is not None:
             return self.known
-        table = self._sums.prepare(self.staging.number, self._device, self.staging.live)
+        table = self._sums.prepare(self.staging.number, self._device, self.staging.lives)
         return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
 
     def _prepare_share(self, layout: BucketLayout, parts: Parts, way: Way) -> None:
@@ -399,9 +399,9 @@ class Loader:
         """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device."""
         sums, place = self.scattered.sums, ("target", self.staging.number)
         if sums is not None and self._routed:
-            found = self._sums.completed(sums, place, self._device, self.staging.target)
+            found = self._sums.completed(sums, place, self._device, self.staging.targets)
         else:
-            found = self._sums.held(place, self._device, self.staging.target)
+            found = self._sums.held(place, self._device, self.staging.targets)
         wholes = self.scattered.wholes
         if not wholes:
             return found
@@ -505,7 +505,7 @@ class Loader:
 
     def held(self) -> HeldSums:
         """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
-        self.known = self._sums.held(self.staging.look(), self._device, self.staging.live)
+        self.known = self._sums.held(self.staging.look(), self._device, self.staging.lives)
         return self.known
 
     def _plan(self, layout: BucketLayout) -> BucketPlan:

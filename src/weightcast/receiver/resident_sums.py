@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer, check_piece
-from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, form_of
+from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, worth_launch
+from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec, dtype_name
 from weightcast.wire.routes import Route
 
 _MAX_PLACES = 8
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """The sums of all routes wherever the parameters lie; ``form`` is ``form_of`` these."""
+    """The sums of all routes wherever the parameters lie, in this form."""
 
-    form: object
+    form: TensorPlaces
     template: Template
     launches: PlacedLaunches
 
@@ -48,17 +51,16 @@ class ResidentSums:
         self._parameters = tuple(dict.fromkeys(route.parameter for route in self._routes))
         self._prepared: _Prepared | None = None
 
-    def prepare(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
+    def prepare(self, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> HeldTable:
         """Works out what ``held`` needs to know, without reading the parameters; returns the parts that it sums."""
         if not self._routes:
             return NOTHING_HELD.table
         if self._constants is not None:
-            self._constants.prepare(place, device, tensor)
-        found = {name: tensor(name) for name in self._parameters}
-        self._prepare(found, device)
-        return self.table(place, tensor)
+            self._constants.prepare(place, device, tensors)
+        self._prepare(tensors, device)
+        return self.table(place, tensors)
 
-    def held(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
+    def held(self, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> HeldSums:
         """Sums the part of each route.  Waits for the device.
 
         ``place`` is a key for the memory and the dtypes of the parameters: one key stands for one memory at a time.
@@ -67,22 +69,21 @@ class ResidentSums:
             return NOTHING_HELD
         prepared = self._prepared
         if prepared is not None and place in prepared.launches:
-            sums = prepared.launches.run(place, lambda: self._placed(prepared, tensor))
-            return HeldSums(self.table(place, tensor), sums.cpu())
-        found = {name: tensor(name) for name in self._parameters}
-        self._tabulate(place, {name: one.dtype for name, one in found.items()})
-        prepared = self._prepare(found, device)
+            sums = prepared.launches.run(place, lambda: self._placed(prepared, tensors))
+            return HeldSums(self.table(place, tensors), sums.cpu())
+        self._tabulate(place, tensors)
+        prepared = self._prepare(tensors, device)
         if prepared is None:
-            sums = partial_sums(self._pieces(found))
+            sums = partial_sums(self._pieces(tensors))
         else:
-            sums = prepared.launches.run(place, lambda: self._placed(prepared, tensor))
-        return HeldSums(self.table(place, tensor), sums.cpu())
+            sums = prepared.launches.run(place, lambda: self._placed(prepared, tensors))
+        return HeldSums(self.table(place, tensors), sums.cpu())
 
-    def _placed(self, prepared: _Prepared, tensor: Callable[[str], torch.Tensor]) -> Placed:
-        return Placed(prepared.template, [tensor(name).data_ptr() for name in self._parameters])
+    def _placed(self, prepared: _Prepared, tensors: Mapping[str, torch.Tensor]) -> Placed:
+        return Placed(prepared.template, list(map(torch.Tensor.data_ptr, self._of(tensors))))
 
     def completed(
-        self, sums: torch.Tensor, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]
+        self, sums: torch.Tensor, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]
     ) -> HeldSums:
         """As ``held``, with the sums of all copies as they were made; only constants are read.  Waits for the device.
 
@@ -91,13 +92,13 @@ class ResidentSums:
         """
         totals = sums.cpu()
         if self._constants is not None:
-            totals = torch.cat([totals, self._constants.held(place, device, tensor).totals])
-        return HeldSums(self.table(place, tensor), totals)
+            totals = torch.cat([totals, self._constants.held(place, device, tensors).totals])
+        return HeldSums(self.table(place, tensors), totals)
 
-    def table(self, place: Hashable, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
+    def table(self, place: Hashable, tensors: Mapping[str, torch.Tensor]) -> HeldTable:
         """The parts that ``held`` sums; the arguments are the same."""
         if place not in self._tables:
-            self._tabulate(place, {name: tensor(name).dtype for name in self._parameters})
+            self._tabulate(place, tensors)
         return self._tables[place][1]
 
     def _pieces(self, found: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -111,28 +112,32 @@ class ResidentSums:
             for route in self._routes
         ]
 
-    def _prepare(self, found: Mapping[str, torch.Tensor], device: torch.device) -> _Prepared | None:
+    def _prepare(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> _Prepared | None:
         """The launches for these parameters wherever they lie; None if they cannot be summed by a launch."""
-        form = form_of(list(found.values()))
-        if self._prepared is not None and self._prepared.form == form:
+        found = self._of(tensors)
+        if self._prepared is not None and self._prepared.form.fits(found):
             return self._prepared
-        if any(one.device != device for one in found.values()):
+        if any(one.device != device for one in found):
             return None
-        made = StandIns()
-        pieces = self._pieces({name: made.of(one) for name, one in found.items()})
+        pieces = self._pieces(dict(zip(self._parameters, map(StandIns().of, found), strict=True)))
         transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
         size_bytes = sum(piece.tensor.nbytes for piece in pieces)
         if not worth_launch(size_bytes, device) or not all(map(can_transfer, transfers)):
             return None
         for number, piece in enumerate(pieces):
             check_piece(piece, number)
-        numbers = {name: number for number, name in enumerate(found)}
+        numbers = {name: number for number, name in enumerate(self._parameters)}
         memories = [(numbers[route.parameter], NOWHERE) for route in self._routes]
         launches = PlacedLaunches(device, len(pieces))
-        self._prepared = _Prepared(form, Template(transfers, memories, device), launches)
+        self._prepared = _Prepared(TensorPlaces(found), Template(transfers, memories, device), launches)
         return self._prepared
 
-    def _tabulate(self, place: Hashable, dtypes: dict[str, torch.dtype]) -> None:
+    def _of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that are summed."""
+        return list(map(tensors.__getitem__, self._parameters))
+
+    def _tabulate(self, place: Hashable, tensors: Mapping[str, torch.Tensor]) -> None:
+        dtypes = dict(zip(self._parameters, map(_dtype_of, self._of(tensors)), strict=True))
         alike = next((known for known in self._tables.values() if known[0] == dtypes), None)
         if len(self._tables) >= _MAX_PLACES:
             self._tables.clear()

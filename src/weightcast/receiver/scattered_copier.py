@@ -13,7 +13,7 @@ from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in, form_of
+from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_copier import target_of, written_by
 from weightcast.receiver.load_plan import LoadPlan
@@ -31,6 +31,7 @@ from weightcast.receiver.scattered_plan import (
     wanted_of,
 )
 from weightcast.receiver.staging import Staging
+from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.bucket_sources import MappedPart
 from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -48,14 +49,14 @@ class _Prepared:
     Attributes:
         sizes: Bytes of each buffer.
         parameters: Names of the parameters that are written.
-        form: ``form_of`` these parameters.
+        form: Form of these parameters.
         template: None if copy engines may bring some of the buffers, whose transfers are made for each place.
         rest: Copies that are no transfers.
     """
 
     sizes: Sequence[int]
     parameters: Sequence[str]
-    form: object
+    form: TensorPlaces
     template: Template | None
     launches: PlacedLaunches
     rest: _Rest
@@ -227,7 +228,7 @@ class ScatteredCopier:
         targets: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
             names = found.parameters if isinstance(found, _Prepared) else _parameters_of(plan, numbers)
-            targets = targets, tuple(staging.target(name).data_ptr() for name in names)
+            targets = targets, tuple(map(torch.Tensor.data_ptr, map(staging.targets.__getitem__, names)))
         place = addresses, targets
         if not isinstance(found, _Prepared) or place not in found.launches:
             found = self._prepare(plan, numbers, device, list(map(torch.Tensor.numel, data)), staging, far)
@@ -235,9 +236,11 @@ class ScatteredCopier:
 
         def transfers() -> list[Transfer] | Placed:
             if prepared.template is not None:
-                targets = map(staging.target, prepared.parameters)
+                targets = map(staging.targets.__getitem__, prepared.parameters)
                 return Placed(prepared.template, [*addresses, *map(torch.Tensor.data_ptr, targets)])
-            found, _, prepared.rest = _transfers_of(plan, numbers, list(map(Flat, data)), staging.target, far)
+            found, _, prepared.rest = _transfers_of(
+                plan, numbers, list(map(Flat, data)), staging.targets.__getitem__, far
+            )
             return found
 
         sums = prepared.launches.run(place, transfers, summed=summed)
@@ -260,10 +263,10 @@ class ScatteredCopier:
         """The launches of the copies out of these buffers, wherever all lies; ``sizes`` are theirs, in bytes."""
         known = plan.prepared.get((numbers, device, far))
         names = known.parameters if isinstance(known, _Prepared) else _parameters_of(plan, numbers)
-        targets = {name: staging.target(name) for name in names}
-        form = form_of(list(targets.values()))
-        if isinstance(known, _Prepared) and known.form == form and all(map(operator.le, known.sizes, sizes)):
+        found = list(map(staging.targets.__getitem__, names))
+        if isinstance(known, _Prepared) and known.form.fits(found) and all(map(operator.le, known.sizes, sizes)):
             return known
+        targets = dict(zip(names, found, strict=True))
         template, rest = None, _Rest()
         if not far:  # copy engines may bring what is far
             made = StandIns()
@@ -275,7 +278,7 @@ class ScatteredCopier:
             memories = [(places[buffer], written[name]) for buffer, name in ends]
             template = Template(transfers, memories, device)
         launches = PlacedLaunches(device, self._num_routes)
-        prepared = _Prepared(sizes, names, form, template, launches, rest)
+        prepared = _Prepared(sizes, names, TensorPlaces(found), template, launches, rest)
         plan.prepared[numbers, device, far] = prepared
         return prepared
 

@@ -208,9 +208,19 @@ class Staging:
         """Bytes that the second set takes while it is allocated."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._live.values()) if self.staged else 0
 
+    @property
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that take the new values of parameters, by name."""
+        return self._waiting if self.staged else self._live
+
+    @property
+    def lives(self) -> Mapping[str, torch.Tensor]:
+        """The live parameters by name."""
+        return self._live
+
     def target(self, name: str) -> torch.Tensor:
         """Returns the tensor that takes the new values of a parameter."""
-        return self._waiting[name] if self.staged else self._live[name]
+        return self.targets[name]
 
     def live(self, name: str) -> torch.Tensor:
         """Returns the live parameter."""

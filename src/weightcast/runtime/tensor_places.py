@@ -30,9 +30,12 @@ class TensorPlaces:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, like: TensorPlaces | None = None) -> None:
         """Reads each tensor; ``like`` has places of the same tensors in the same form."""
-        self.addresses = tuple(map(torch.Tensor.data_ptr, tensors))
         self._devices = list(map(_device_of, tensors))
         self._table = _table_of(tensors)
+        if self._table is not None:
+            self.addresses = self._table.addresses
+            return
+        self.addresses = tuple(map(torch.Tensor.data_ptr, tensors))
         if like is not None and like._table is None:
             self._dtypes, self._shapes, self._strides = like._dtypes, like._shapes, like._strides
             return
@@ -55,6 +58,16 @@ class TensorPlaces:
         # Not by lists of what all tensors have, which take longer to make.  No two devices have the same addresses.
         lies = all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self.addresses))
         return lies, not forms or self._alike(tensors)
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if what was worked out for these tensors is right for others: their forms and devices are the same.
+
+        It is right for none whose values are not the bytes of their memory.
+        """
+        lies, alike = self.compare(tensors)
+        if not alike or any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+            return False
+        return lies or self._devices == list(map(_device_of, tensors))
 
     def same_devices(self, other: TensorPlaces) -> bool:
         """True if each tensor is on the device on which it is in ``other``."""

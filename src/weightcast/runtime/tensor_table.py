@@ -115,7 +115,13 @@ def _function() -> int:
 
 
 class TensorTable:
-    """Address and form of some tensors at one moment, one row for each.  It keeps none of them alive."""
+    """Address and form of some tensors at one moment, one row for each.  It keeps none of them alive.
+
+    Attributes:
+        addresses: Address of the first element of each.
+    """
+
+    _checked = False
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reads each tensor; raises ``LookupError`` if that is not possible here."""
@@ -127,9 +133,18 @@ class TensorTable:
         if self._run(tensors, writes=True):
             raise LookupError("a tensor cannot be exported")
         rows = self._rows
-        if rows[:, 0].tolist() != list(map(torch.Tensor.data_ptr, tensors)) or rows[:, 3].any():
+        self.addresses: tuple[int, ...] = tuple(rows[:, 0].tolist())
+        if rows[:, 3].any():
+            raise LookupError("torch exports offsets")
+        if not TensorTable._checked:
+            self._check(tensors)
+            TensorTable._checked = True
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compares what torch exports with what Python shows, once in a process."""
+        if self.addresses != tuple(map(torch.Tensor.data_ptr, tensors)):
             raise LookupError("what torch exports are not addresses of elements")
-        for tensor, row in zip(tensors[:1], rows.tolist(), strict=False):
+        for tensor, row in zip(tensors, self._rows.tolist(), strict=True):
             if row[_HEAD : _HEAD + 2 * tensor.dim()] != [
                 *itertools.chain(*zip(tensor.shape, tensor.stride(), strict=True))
             ]:

@@ -58,7 +58,7 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise ConfigError(f"dtype {dtype} cannot be sent", hint=f"cast to one of {', '.join(DTYPES)}") from None
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A tensor as both ends know it, whole and unsharded.
 
     Attributes:
@@ -107,7 +107,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.size_bytes // self.num_rows if self.num_rows else 0
 
 
-class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One tensor's place in a bucket, or the place of some of its rows.
 
     Attributes:

@@ -12,7 +12,7 @@ import msgspec
 from weightcast.wire.box import Box
 
 
-class Region(msgspec.Struct, frozen=True, kw_only=True):
+class Region(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A strided region of a tensor's storage, in elements."""
 
     offset: int
@@ -20,7 +20,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     stride: tuple[int, ...]
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One copy, from a box of the source to a parameter or buffer.
 
     ``region`` is where the box lies in the parameter's storage, its dimensions in the source's order.
