@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import error_words
@@ -72,8 +73,7 @@ class GoesOnUnproven(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of ``EngineInfo`` that stay the same while the engine runs.
 
     Attributes:
@@ -92,7 +92,7 @@ class EngineFacts:
     optional: tuple[TensorSpec, ...] = ()
     note: str = ""
     staging_bytes: int = 0
-    no_pause: dict[PauseMode, str] = field(default_factory=dict[PauseMode, str])
+    no_pause: dict[PauseMode, str] = {}
     hazards: tuple[str, ...] = ()
     reads_remote: bool = False
 
@@ -118,29 +118,19 @@ class EngineState:
 
     def info(self, session_owner: str | None) -> EngineInfo:
         """The engine's description of itself; ``session_owner`` is the trainer that updates it now."""
-        facts = self.facts
+        facts = msgspec.structs.asdict(self.facts)
+        note = facts.pop("note")
         return EngineInfo(
             protocol=PROTOCOL,
-            engine=facts.engine,
-            model=facts.model,
             state=self.state,
             version=self.version,
             digest=self.digest,
             tp_size=self._tp_size,
-            host_id=facts.host_id,
-            ranks=facts.ranks,
-            staging=facts.staging,
-            staging_bytes=facts.staging_bytes,
-            transports=facts.transports,
-            specs=facts.specs,
             session_owner=session_owner,
-            message=self.message or facts.note,
-            optional=facts.optional,
+            message=self.message or note,
             paused=self.hooks.paused,
             instance=self._instance,
-            no_pause=facts.no_pause,
-            hazards=facts.hazards,
-            reads_remote=facts.reads_remote,
+            **facts,
         )
 
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:

@@ -1,14 +1,20 @@
-"""Recognises the engine behind a URL by asking the server in each registered adapter's way."""
+"""Recognises the engine behind a URL by asking the server in each registered adapter's way.
+
+The packages of this process may differ from the server's, so they are not asked.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from weightcast.adapters.registry import KINDS, adapter_kinds
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
-from weightcast.errors import ConfigError
-from weightcast.fleet.probe import probe
+from weightcast.comm.run_steps import converse_on_loop
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
+from weightcast.protocols import Kind
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.engine_info import EngineInfo
 
@@ -24,21 +30,44 @@ async def recognise_on_loop(
     """Returns the description of the engine behind a client; ``Target.engine`` narrows the kinds that are tried.
 
     Args:
-        timeout_s: As for ``fleet.probe.probe``.
+        timeout_s: Deadline of each kind's requests, in seconds; None takes the client's.
         adapter: LoRA adapter that the engine is to take, and that is described then; None for the engine's model.
 
     Raises:
-        ConfigError: ``Target.engine`` names no kind, or the engine is of no known kind.
-        TargetUnreachable, TargetRejected: As ``fleet.probe.probe``.
+        ConfigError: ``Target.engine`` names no kind, or the server is not an engine that weightcast can update.
+        TargetUnreachable: The server did not answer in time.
+        TargetRejected: The server refused, for example a wrong key.
     """
     asked = client.target.engine
     if adapter is not None:
-        return _located(client, await probe(client, adapter_kinds(adapter), timeout_s=timeout_s))
+        return _located(client, await _probe(client, adapter_kinds(adapter), timeout_s))
     kinds = [kind for kind in KINDS if asked in ("auto", kind.name)]
     if not kinds:
         known = ", ".join(kind.name for kind in KINDS)
         raise ConfigError(f"engine={asked!r}: choose auto or one of {known}")
-    return _located(client, await probe(client, kinds, timeout_s=timeout_s))
+    return _located(client, await _probe(client, kinds, timeout_s))
+
+
+async def _probe(client: Client, kinds: Sequence[Kind], timeout_s: float | None) -> EngineInfo:
+    """Asks in the way of each kind, in order."""
+    url = client.target.url
+    for kind in kinds:
+        try:
+            info = await converse_on_loop(client, kind.recognise(url), timeout_s=timeout_s or client.timeout_s)
+        except DeadlineExceeded as error:
+            raise TargetUnreachable(
+                str(error),
+                url=url,
+                hint="its port accepts connections; check whether the engine is stopped or overloaded",
+            ) from error
+        if info is not None:
+            return info
+    names = ", ".join(kind.name for kind in kinds)
+    raise ConfigError(
+        f"{url} answers, but is not an engine that weightcast can update (known kinds: {names})",
+        hint="check the port; start the engine with `weightcast serve`, or SGLang, vLLM or LMDeploy with the flags on "
+        "their pages in docs/engines",
+    )
 
 
 def _located(client: Client, info: EngineInfo) -> EngineInfo:

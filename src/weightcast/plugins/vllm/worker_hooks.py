@@ -7,8 +7,7 @@ in each worker process.  A worker with another weight-transfer backend is not af
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 # Names of the worker's methods for ``collective_rpc``.
 SWITCH = "weightcast_switch"
@@ -16,50 +15,15 @@ ADAPTER = "weightcast_adapter"
 _DONE = "_weightcast_around"
 
 
-class Resident(Protocol):
-    """The methods of our backend that a worker calls."""
-
-    def switch(self, why_not: str) -> tuple[bool, str]:
-        """Carries out what waits for the main thread, or refuses it with a reason.
-
-        Returns whether the model's weights were switched; and the failure in words, or nothing.
-        """
-        ...
-
-    def stepped(self) -> None:
-        """Called when a step begins."""
-        ...
-
-    def adapters_dropped(self) -> None:
-        """Called after vLLM has dropped all LoRA adapters."""
-        ...
-
-    def adapter(self, runner: Any, order: str) -> str:
-        """Carries out an order about a LoRA adapter; returns why it could not, or nothing."""
-        ...
-
-    def take_room(self, worker: Any, cache_bytes: int) -> int:
-        """Allocates the staging set; returns the bytes that are left for the KV cache."""
-        ...
-
-    def fall_asleep(self, level: int) -> None:
-        """Called before vLLM frees its memory; raises if an update is under way."""
-        ...
-
-    def wake(self, tags: Sequence[str] | None) -> None:
-        """Called after vLLM has allocated the memory with these tags again; None means all of it."""
-        ...
-
-
 def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
-    """Wraps some methods of a worker's class; safe to call twice."""
+    """Wraps some methods of a worker's class; safe to call twice.  ``kind`` is ``worker.WeightcastEngine``."""
     if _DONE in vars(worker_class):
         return
     measure, sleep, wake_up, execute = (
         getattr(worker_class, name) for name in ("determine_available_memory", "sleep", "wake_up", "execute_model")
     )
 
-    def ours(worker: Any) -> Resident | None:
+    def ours(worker: Any) -> Any:
         backend = getattr(worker, "weight_transfer_engine", None)
         return backend if isinstance(backend, kind) else None
 
