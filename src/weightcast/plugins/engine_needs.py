@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, WeightcastError, error_words
 
 # A setting that is refused: whether the engine's options have it, its name, and what to do.
 RefusedSetting = tuple[Callable[[Any], bool], str, str]
@@ -98,6 +100,16 @@ class EngineNeeds:
 def is_on(name: str, *off: object) -> Callable[[Any], bool]:
     """True if an option has a value other than these; options that a version does not know are off."""
     return lambda options: bool(getattr(options, name, None)) and getattr(options, name) not in off
+
+
+@contextmanager
+def reason_logged(log: logging.Logger, what: str) -> Generator[None]:
+    """Logs why a rank cannot do ``what``, since an engine's own log of a failed start buries the reason."""
+    try:
+        yield
+    except WeightcastError as error:
+        log.error("weightcast cannot %s: %s", what, error_words(error))
+        raise
 
 
 def dotted(place: str) -> str:

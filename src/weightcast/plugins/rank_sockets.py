@@ -262,7 +262,7 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
 
 
 def engine_facts(executor: SocketRanks, *, notes: Sequence[str] = (), **fields: Any) -> EngineFacts:
-    """What an engine tells of itself, from the greetings of its ranks.  Logs the notes for the user.
+    """The description of an engine, from the greetings of its ranks.  Logs the notes for the user.
 
     Args:
         notes: Further notes.

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from weightcast.errors import ConfigError, WeightcastError, error_words
+from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import apart
+from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.sglang.boundary import Boundary
 from weightcast.plugins.sglang.draft_model import DraftModel
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
@@ -212,7 +213,7 @@ _waiting: Any = None
 def model_loaded(result: Any, runner: Any, *arguments: Any, **named: Any) -> None:
     """After ``ModelRunner.load_model``."""
     global _rank, _waiting
-    try:
+    with reason_logged(log, "update this model"):
         both = updates_draft(runner.server_args)
         if runner.is_draft_worker and not both:
             return
@@ -221,10 +222,6 @@ def model_loaded(result: Any, runner: Any, *arguments: Any, **named: Any) -> Non
             return
         _rank = SglangRank(_waiting, runner) if both else SglangRank(runner)
         _waiting = None
-    except WeightcastError as error:
-        # SGLang's own log of a failed start buries the reason.
-        log.error("weightcast cannot update this model: %s", error_words(error))
-        raise
 
 
 def scheduler_made(result: Any, scheduler: Any, *arguments: Any, **named: Any) -> None:

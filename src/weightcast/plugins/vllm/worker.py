@@ -30,6 +30,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError, error_words
+from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
@@ -93,7 +94,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._staged = False
         self._beside_bytes = 0
         self._asleep: set[str] = set()
-        try:
+        with reason_logged(log, "update this model"):
             self._settings = settings_of(vllm_config.additional_config)
             self._staging: StagingChoice = self._settings.staging
             self._secret = _shared_secret(self._settings.secret_file, vllm_config.parallel_config, self._rank)
@@ -110,10 +111,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapters = LoraRanks(
                 rank=self._rank, device=self.device, vllm_config=vllm_config, secret=self._secret
             )
-        except WeightcastError as error:
-            # vLLM's own log of a failed start buries the reason.
-            log.error("weightcast cannot update this model: %s", error_words(error))
-            raise
         wrap_worker(resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls), WeightcastEngine)
 
     # -- vLLM's side, on the main thread
@@ -298,13 +295,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ConfigError(
                 "this vLLM has no draft model that an update can reach", hint='leave "draft" out of --additional-config'
             )
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                self._models.add_draft(draft, self.model, self.vllm_config, self.device)
-                receiver = self._receiver_of(self._models)
-        except WeightcastError as error:
-            log.error("weightcast cannot update the draft model: %s", error_words(error))
-            raise
+        with reason_logged(log, "update the draft model"), set_current_vllm_config(self.vllm_config):
+            self._models.add_draft(draft, self.model, self.vllm_config, self.device)
+            receiver = self._receiver_of(self._models)
         self._receiver.close()
         self._receiver = self._rank_server.receiver = receiver
         log.info("weightcast: rank %d updates the draft model with the model", self._rank)
@@ -324,7 +317,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         reason = loader.unstaged_because(keep_storage=True) if self._staging == "auto" else ""
         asked: StagingChoice = "none" if reason else self._staging
-        try:
+        with reason_logged(log, "stage updates"):
             place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
             before = self._taken_bytes()
@@ -336,9 +329,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 place, keep_storage=True, in_order=reads_in_order(self.vllm_config), may_move=maps, owner=owner
             )
             before += owner.released_bytes if owner is not None else 0
-        except WeightcastError as error:
-            log.error("weightcast cannot stage updates: %s", error_words(error))
-            raise
         self._staged = True
         self._receiver.staging_note = ""
         if why and place != "device":
