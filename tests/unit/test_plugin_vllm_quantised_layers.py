@@ -137,40 +137,50 @@ class Greedy(Method):
         super().process_weights_after_loading(layer)
 
 
+class Recorders:
+    """Stands in for the recorder of a GPU."""
+
+    def __init__(self, make: Any = Replays) -> None:
+        self.make, self.made = make, list[Any]()
+
+    def record(self, work: Any, tensors: Any) -> Any:
+        assert tensors
+        self.made.append(self.make(work))
+        return self.made[-1]
+
+
 @pytest.mark.parametrize("method", [Method, Greedy])
 def test_a_recording_derives_what_the_method_derives_and_writes_into_nothing_that_was_loaded(
-    monkeypatch: pytest.MonkeyPatch, method: type[Method]
+    method: type[Method],
 ) -> None:
-    made: list[Replays] = []
-    monkeypatch.setattr(
-        "weightcast.plugins.vllm.quantised_layers.record", lambda work, *_: made.append(Replays(work)) or made[-1]
-    )
+    recorders: Any = Recorders()
     first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
     layer, found = quantised(first, method())
-    assert found.record(None)
+    assert found.record(recorders)
     found.check_start()
-    launched = made[0].launched
+    [recording] = recorders.made
+    launched = recording.launched
     for weight, moved in ((second, False), (first, False), (second, True), (first, False)):
-        made[0].moved = moved
+        recording.moved = moved
         put(layer, found, weight)
         found.derive()
         found.check()
         assert torch.equal(found.loaded["weight"].data, weight)
         wanted, _ = loaded(weight.clone(), method())
         assert torch.equal(layer.weight.view(torch.uint8), wanted.weight.view(torch.uint8))
-    assert made[0].launched == launched + 2, "what has moved is never launched again"
+    assert recording.launched == launched + 2, "what has moved is never launched again"
 
 
-def test_a_recording_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [lambda _: None, lambda _: Replays(lambda: None)], ids=["none", "another"])
+def test_a_recording_that_does_something_else_is_not_used(make: Any) -> None:
+    recorders: Any = Recorders(make)
     first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
-    for instead in (None, Replays(lambda: None)):
-        monkeypatch.setattr("weightcast.plugins.vllm.quantised_layers.record", lambda *_, instead=instead: instead)
-        layer, found = quantised(first, Method())
-        assert not found.record(None)
-        found.check_start()
-        put(layer, found, second)
-        found.derive()
-        found.check()
+    layer, found = quantised(first, Method())
+    assert not found.record(recorders)
+    found.check_start()
+    put(layer, found, second)
+    found.derive()
+    found.check()
 
 
 def test_a_start_from_other_weights_than_the_checkpoints_is_refused() -> None:

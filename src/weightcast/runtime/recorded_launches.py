@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ class RecordedLaunches:
     """Recorded work and the tensors that it reads and writes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor]) -> None:
-        """Holds the graph; ``record`` makes it."""
+        """Holds the graph; ``Recorder`` makes it."""
         self._graph = graph
         self._tensors = tuple(tensors)
         self._places = self._places_now()
@@ -39,40 +38,51 @@ class RecordedLaunches:
         return [tensor.data_ptr() for tensor in self._tensors]
 
 
-def record(work: Callable[[], object], tensors: Sequence[torch.Tensor], pool: Any) -> RecordedLaunches | None:
-    """Records work that has already been done at least once, so that its kernels are loaded.
+class Recorder:
+    """Records work on one device; what the recordings allocate while they run, they share."""
 
-    Args:
-        work: Reads and writes ``tensors``, on the current stream.  What it allocates stays reserved.
-        tensors: All on one CUDA device.
-        pool: From ``torch.cuda.graph_pool_handle()``.  Recordings with the same pool share its memory, so they must not
-            run side by side, and their results must lie in ``tensors``.
+    def __init__(self, device: torch.device) -> None:
+        """Takes no memory yet."""
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            # Memory of a pool is for the stream that asked for it first, so there is one.
+            self._stream = torch.cuda.Stream()
 
-    Returns:
-        None if the work waits for the GPU, which says that it looks at values, or if it cannot be captured.
-    """
-    device = tensors[0].device
-    with torch.cuda.device(device):
-        try:
-            with _no_waiting():
-                work()
-        except RuntimeError as error:
-            if "synchronizing" not in str(error):
-                raise
-            return None
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                graph.capture_begin(pool=pool, capture_error_mode=_POLITE)
-                try:
+    def record(self, work: Callable[[], object], tensors: Sequence[torch.Tensor]) -> RecordedLaunches | None:
+        """Records work that has already been done at least once, so that its kernels are loaded.
+
+        Recordings must not run side by side.
+
+        Args:
+            work: Reads and writes ``tensors``, on the current stream.  What else it allocates stays reserved, and the
+                other recordings write into it.
+            tensors: All on this device.
+
+        Returns:
+            None if the work waits for the GPU, which says that it looks at values, or if it cannot be captured.
+        """
+        with torch.cuda.device(self._device):
+            try:
+                with _no_waiting():
                     work()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            log.warning("weightcast: not recorded, so launched one by one: %s", str(error).splitlines()[0])
-            return None
-    return RecordedLaunches(graph, tensors)
+            except RuntimeError as error:
+                if "synchronizing" not in str(error):
+                    raise
+                return None
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.stream(self._stream):
+                    graph.capture_begin(pool=self._pool, capture_error_mode=_POLITE)
+                    try:
+                        work()
+                    finally:
+                        graph.capture_end()
+            except RuntimeError as error:
+                log.warning("weightcast: not recorded, so launched one by one: %s", str(error).splitlines()[0])
+                return None
+        return RecordedLaunches(graph, tensors)
 
 
 @contextmanager

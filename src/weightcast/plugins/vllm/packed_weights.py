@@ -28,6 +28,7 @@ from weightcast.plugins.vllm.lora_wrappers import without_wrappers
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
 from weightcast.receiver.loader import residents_of
+from weightcast.runtime.recorded_launches import Recorder
 
 _PROBE_ROWS = 256
 _FEW_ROWS = 8
@@ -65,6 +66,7 @@ class UnpackedModel:
             ConfigError: A layer transforms its weights in a way that is not supported, for example quantisation.
         """
         self._model = model
+        self._device = device
         self._packed: list[_Packed] = []
         self._derived: list[tuple[str, Any]] = []  # Any: vLLM is not installed where types are checked
         self._as_found: dict[str, dict[str, str]] = {}
@@ -110,9 +112,9 @@ class UnpackedModel:
         """
         if not self._quantised:
             return 0, 0
-        pool = torch.cuda.graph_pool_handle()
+        recorder = Recorder(self._device)
         with torch.no_grad():
-            return sum(layer.record(pool) for layer in self._quantised), len(self._quantised)
+            return sum(layer.record(recorder) for layer in self._quantised), len(self._quantised)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Calls the model's own ``load_weights`` on the loaded form."""

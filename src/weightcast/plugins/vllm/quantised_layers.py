@@ -28,7 +28,7 @@ from torch import nn
 from weightcast.digest.copies import bits
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.runtime.recorded_launches import RecordedLaunches, record
+from weightcast.runtime.recorded_launches import RecordedLaunches, Recorder
 
 _PACKAGE = "vllm.model_executor.layers.quantization."
 _LINEAR = (
@@ -233,14 +233,14 @@ class QuantisedLayer:
             self._recorded = None
             self._derive()
 
-    def record(self, pool: Any) -> bool:
+    def record(self, recorder: Recorder) -> bool:
         """Records ``derive`` for later calls, once all tensors are where they stay; False if that cannot be done.
 
         vLLM's methods launch a few kernels for each expert, which costs the host many times what it costs the GPU.  The
         recording must give what vLLM's method gives for random values and then for those that are there, bit by bit.
 
         Args:
-            pool: As for ``recorded_launches.record``.
+            recorder: The one of all layers.
         """
         if not self._targets:
             return True
@@ -253,7 +253,7 @@ class QuantisedLayer:
             self._altered = frozenset(key for key, old in random.items() if not _equal(self.loaded[key], old))
             del random
             self.fill_randomly()
-            self._recorded = record(self._derive, [*self.loaded.values(), *self._targets.values()], pool)
+            self._recorded = recorder.record(self._derive, [*self.loaded.values(), *self._targets.values()])
             good = self._recorded is not None
             for values in ({}, found):
                 for key, value in values.items():
