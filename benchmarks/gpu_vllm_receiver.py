@@ -26,7 +26,7 @@ the same ones from folders by vLLM's own route.  By default one server does both
 on random weights and gets the model's by an update.  With ``--stock-peer`` a server as vLLM ships loads the folders.
 
 vLLM runs with what ``--flags``, ``--options`` and each case add.  The file has versions, commands, the copy rate of the
-device in the same run, every step and every check; it is written anew after each case.  A step that fails ends its case
+device in the same run, every step and every check, and for each update the kernels that vLLM compiled meanwhile; it is written anew after each case.  A step that fails ends its case
 only if nothing can follow it.  The exit code is 1 if a check failed.  Everything ends within ``--limit-s``, each case
 within ``--case-limit-s``; ``--logs`` keeps the end of each server's log.  ``--tiny`` is a dry run on a CPU.
 """
@@ -108,7 +108,9 @@ TOLERANCE = 1.0  # nats: bfloat16 in two implementations; other weights are seve
 WAITS = ("open", "send", "commit", "stall")  # phases in which a row waits for what other rows do
 END_S = 25.0  # kept for ending the servers and for the file
 START_S = 230.0
-OPTIONS = "--max-model-len=8192 --max-num-seqs=64 --cudagraph-capture-sizes 1 2 4 8 16 32"
+# vLLM says when it compiles a kernel while it serves: a step then takes up to a second, and an update waits for it.
+OPTIONS = "--max-model-len=8192 --max-num-seqs=64 --cudagraph-capture-sizes 1 2 4 8 16 32 --jit-monitor-verbose"
+COMPILED = b"compilation during inference"
 LOG_BYTES = 200_000
 
 
@@ -198,6 +200,7 @@ class Case:
         if self.trainer.device != "cpu":
             torch.cuda.synchronize()
         self.version += 1
+        compiled = self.compiled()
         with self.run.step(name) as kept:  # without nvidia-smi, which could disturb the streams
             began = time.monotonic()
             report = updater.update(version=self.version)
@@ -206,12 +209,16 @@ class Case:
             kept |= {"update_s": round(ended - began, 4), "stall_s": round(row.stall_s, 5), "proof": row.proof}
             kept |= {"phases": {key: round(value, 5) for key, value in report.phases.items()}, "bytes": report.bytes}
             kept |= {"trainer_peak_bytes": report.peak_extra_bytes, "engine_peak_bytes": row.peak_extra_bytes}
-            kept |= where(report.timeline)
+            kept |= {"kernels_compiled": self.compiled() - compiled} | where(report.timeline)
         if self.args.traces is not None:  # the last update of each kind stays
             self.args.traces.mkdir(parents=True, exist_ok=True)
             report.to_perfetto(self.args.traces / f"{re.sub('[^a-z0-9]+', '-', f'{self.run.case} {name}')}.json")
         self.run.check(f"{name}: proven", row.proof in ("resident", "behaviour"), row)
         return began, ended
+
+    def compiled(self) -> int:
+        """How many kernels vLLM has compiled while it served."""
+        return self.server.log.read_bytes().count(COMPILED)
 
     @contextmanager
     def connected(self, via: str = "ipc", **options: Any) -> Generator[WeightUpdater]:
