@@ -26,9 +26,10 @@ the same ones from folders by vLLM's own route.  By default one server does both
 on random weights and gets the model's by an update.  With ``--stock-peer`` a server as vLLM ships loads the folders.
 
 vLLM runs with what ``--flags``, ``--options`` and each case add.  The file has versions, commands, the copy rate of the
-device in the same run, every step and every check, and for each update the kernels that vLLM compiled meanwhile; it is written anew after each case.  A step that fails ends its case
-only if nothing can follow it.  The exit code is 1 if a check failed.  Everything ends within ``--limit-s``, each case
-within ``--case-limit-s``; ``--logs`` keeps the end of each server's log.  ``--tiny`` is a dry run on a CPU.
+device in the same run, every step and every check, and for each update how many kernels vLLM compiled meanwhile.  It is
+written anew after each case.  A step that fails ends its case only if nothing can follow it.  The exit code is 1 if a
+check failed.  Everything ends within ``--limit-s``, each case within ``--case-limit-s``; ``--logs`` keeps the end of
+each server's log.  ``--tiny`` is a dry run on a CPU.
 """
 
 from __future__ import annotations
