@@ -62,7 +62,8 @@ def made(
         changes: To the configuration of both; layers are the model's.
     """
     layers = changes.pop("num_hidden_layers", 3)
-    sizes: dict[str, Any] = SIZES | ({"head_dim": 64} if on_gpu else {}) | changes
+    on_kernels = {"head_dim": 64, "max_position_embeddings": 1024}
+    sizes: dict[str, Any] = SIZES | (on_kernels if on_gpu else {}) | changes
     model = tiny_model(root / "model", seed=seed, num_hidden_layers=layers, **sizes)
     follows = torch.randperm(VOCAB)  # the token after each token
     embedding = torch.randn(VOCAB, WIDTH)
