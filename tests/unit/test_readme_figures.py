@@ -55,7 +55,11 @@ def vllm(name: str, case: str, said: str) -> dict[str, float]:
     result = read(name)
     steps = [step for step in result["steps"] if step["case"] == case and step.get("step") == said]
     limit = steps[0]["bytes"] / result["copy_bytes_per_s"]
-    return {"limit": limit, "weightcast": later([step["update_s"] for step in steps])}
+    found = {"limit": limit, "weightcast": later([step["update_s"] for step in steps])}
+    for step in result["steps"]:
+        if step["case"] == case and step.get("step") == "vLLM's own sender, idle":
+            found["vLLM"] = later(step["update_s"])
+    return found
 
 
 def sglang(name: str, model_name: str, case: str) -> dict[str, float]:
@@ -84,13 +88,13 @@ def pairs(name: str, case: str, column: str) -> dict[str, float]:
 REAL = {
     "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("gpu-vllm-receiver-mapped-h200", "8b", "direct, idle, in_place"),
     "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm(
-        "gpu-vllm-receiver-mapped-h200", "moe", "direct, idle, in_place"
+        "gpu-vllm-experts-h200", "moe", "direct, idle, in_place"
     ),
     "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang(
         "gpu-sglang-receiver-mapped-h200", "qwen3-8b", "receiver, idle, buckets of 2048 MiB"
     ),
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
-        "gpu-sglang-receiver-mapped-h200", "qwen3-30b-a3b-16-layers", "receiver, idle, buckets of 2048 MiB"
+        "gpu-sglang-experts-h200", "qwen3-30b-a3b-16-layers", "receiver, idle, buckets of 2048 MiB"
     ),
     "vLLM 0.25.1, TP 2, Qwen3-8B, two H200s": lambda: pairs("gpu-vllm-pairs-mapped-2xh200", "tp2", "vLLM"),
     "vLLM 0.25.1, DP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "dp2", "vLLM"),
