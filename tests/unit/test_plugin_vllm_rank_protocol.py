@@ -12,7 +12,6 @@ from weightcast.plugins.rank_sockets import Hello, tables_of
 from weightcast.plugins.vllm.rank_protocol import (
     check_replicas,
     draft_of,
-    has_sleep_mode,
     maps_weights,
     rank_among_replicas,
     reads_in_order,
@@ -51,22 +50,18 @@ def test_weights_that_vllm_reads_on_other_streams_are_known(layers, halves, in_o
     assert reads_in_order(config) is in_order
 
 
-@pytest.mark.parametrize(("device", "layers", "maps"), [("cuda", 0, True), ("cuda", 8, False), ("cpu", 0, False)])
-def test_memory_is_mapped_where_vllm_fetches_no_weights_itself(device, layers, maps):
+@pytest.mark.parametrize(
+    ("device", "sleeps", "layers", "maps"),
+    [("cuda", False, 0, True), ("cuda", True, 0, False), ("cuda", False, 8, False), ("cpu", False, 0, False)],
+)
+def test_memory_is_mapped_where_vllm_frees_and_fetches_no_weights_itself(device, sleeps, layers, maps):
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=layers)),
         parallel_config=SimpleNamespace(),
     )
     assert maps_weights(config) is maps
-
-
-@pytest.mark.parametrize(
-    ("model", "sleeps"),
-    [({}, False), ({"enable_sleep_mode": True}, True), ({"enable_cumem_allocator": True}, True)],
-)
-def test_sleep_mode_is_known_by_its_settings(model, sleeps):
-    assert has_sleep_mode(SimpleNamespace(model_config=SimpleNamespace(**model))) is sleeps
 
 
 def test_older_versions_of_vllm_read_weights_in_order():

@@ -26,7 +26,6 @@ from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
 from weightcast.receiver.scattered_plan import ExchangePlan, Parts, ScatteredPlan
 from weightcast.receiver.staging import Place, Staging
-from weightcast.runtime.mapped_memory import Owner
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -177,13 +176,7 @@ class Loader:
         return [name for name, tensor in self.residents.items() if written.get(name, 0) < tensor.numel()]
 
     def stage(
-        self,
-        place: Place,
-        *,
-        keep_storage: bool = False,
-        in_order: bool = False,
-        may_move: bool = False,
-        owner: Owner | None = None,
+        self, place: Place, *, keep_storage: bool = False, in_order: bool = False, may_move: bool = False
     ) -> None:
         """Allocates the staging set; the options are those of ``Staging``."""
         why = self.unstaged_because(keep_storage=keep_storage)
@@ -192,9 +185,7 @@ class Loader:
         # A parameter that no update writes has no second version and stays where it is.
         written = {name: tensor for name, tensor in self.residents.items() if name in self._written}
         staged = written if place != "none" else self.residents
-        self.staging = Staging(
-            staged, place, keep_storage=keep_storage, in_order=in_order, may_move=may_move, owner=owner
-        )
+        self.staging = Staging(staged, place, keep_storage=keep_storage, in_order=in_order, may_move=may_move)
         self.known = None
 
     def check(self, specs: Sequence[TensorSpec]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weightcast.runtime.mapped_memory import LIVE, WAITING, MappedPair, Mapper, Owner
+from weightcast.runtime.mapped_memory import LIVE, WAITING, MappedPair, Mapper
 
 _ALIGNMENT_BYTES = 512  # as torch's own memory
 
@@ -21,12 +21,11 @@ _ALIGNMENT_BYTES = 512  # as torch's own memory
 class MappedSet:
     """Both copies of the parameters of one model that could be moved."""
 
-    def __init__(self, residents: Mapping[str, torch.Tensor], mapper: Mapper, owner: Owner | None = None) -> None:
+    def __init__(self, residents: Mapping[str, torch.Tensor], mapper: Mapper) -> None:
         """Moves the parameters that nothing else shares memory with, and makes their second copies.
 
         Args:
             residents: Parameters by name, on one device and without gaps.
-            owner: The engine's allocator, if it has memory of its own for parameters.
 
         Raises:
             torch.OutOfMemoryError: There is too little memory.
@@ -39,7 +38,7 @@ class MappedSet:
         }
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in self._tensors.values()]
         self._starts = dict(zip(self._tensors, itertools.accumulate(sizes, initial=0), strict=False))
-        self._pair: MappedPair | None = MappedPair(sum(sizes), mapper, owner) if sizes else None
+        self._pair: MappedPair | None = MappedPair(sum(sizes), mapper) if sizes else None
         self._kept: weakref.ref[MappedPair] | None = None
         self.exchanged = False  # ``undo`` has something to undo
         self.waiting: dict[str, torch.Tensor] = {}
@@ -49,8 +48,6 @@ class MappedSet:
                 _move(tensor, self._pair, self._starts[name])
             if next(iter(self._tensors.values())).device.type == "cuda":
                 torch.cuda.empty_cache()  # or the memory that the parameters have left would be missed
-            if owner is not None:
-                owner.release_left()
             self._fill(self._pair)
 
     def __contains__(self, name: str) -> bool:

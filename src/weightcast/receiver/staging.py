@@ -20,7 +20,7 @@ from weightcast.errors import ConfigError
 from weightcast.receiver.mapped_set import MappedSet
 from weightcast.runtime.cuda_mapper import CudaMapper, can_map
 from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.runtime.mapped_memory import Mapper, Owner
+from weightcast.runtime.mapped_memory import Mapper
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 
@@ -85,7 +85,6 @@ class Staging:
         keep_storage: bool = False,
         in_order: bool = False,
         may_move: bool = False,
-        owner: Owner | None = None,
     ) -> None:
         """Allocates the set.
 
@@ -101,12 +100,10 @@ class Staging:
             may_move: True if nothing has noted addresses of parameters yet, and the engine frees and moves none by an
                 account of its own.  With ``keep_storage``, parameters on a GPU then move once, now, and a flip maps
                 other memory to their new addresses.
-            owner: The allocator whose books have the parameters that move, if it frees memory while the engine sleeps.
         """
         self.place: Place = place
         self._keep_storage = keep_storage
         self._may_move = may_move and keep_storage and place == "device"
-        self._owner = owner
         self._waits = not in_order
         self._live = dict(residents)
         self._tensors = list(self._live.values())
@@ -316,7 +313,7 @@ class Staging:
             device = self._tensors[0].device if self._tensors else torch.device("cpu")
             mapper = mapper_of(device)
             movable = {n: t for n, t in self._live.items() if t.device == device and _is_dense(t)}
-            self._mapped = MappedSet(movable, mapper, self._owner) if mapper is not None else None
+            self._mapped = MappedSet(movable, mapper) if mapper is not None else None
         if self._mapped is not None:
             self._waiting.update(self._mapped.waiting)
         self._sort()

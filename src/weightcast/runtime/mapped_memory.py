@@ -54,53 +54,17 @@ class Mapper(Protocol):
         ...
 
 
-class Entry(Protocol):
-    """A live range in the books of an engine's allocator, which may free its memory and put new memory there."""
-
-    def memory(self) -> int | None:
-        """Handle of the memory behind the range now; None while the engine sleeps without it."""
-        ...
-
-    def exchanged(self, memory: int) -> None:
-        """Notes that other memory is behind the range now."""
-        ...
-
-    def end(self) -> None:
-        """Takes the range out of the books."""
-        ...
-
-
-class Owner(Protocol):
-    """An engine's allocator that frees memory while the engine sleeps, by the books that it keeps."""
-
-    def enter(self, address: int, size_bytes: int, memory: int) -> Entry:
-        """Enters a range into the books, with the memory that is behind it."""
-        ...
-
-    def release_left(self) -> None:
-        """Frees the memory that parameters have left."""
-        ...
-
-
 class MappedPair:
     """A live and a waiting range of one size.  Tensors in it keep it alive; both ranges are freed with it."""
 
-    def __init__(self, size_bytes: int, mapper: Mapper, owner: Owner | None = None) -> None:
-        """Reserves the addresses; ``fill`` puts memory behind them.
-
-        Args:
-            owner: The engine's allocator, which has the live range in its books; None if no one else frees its memory.
-        """
+    def __init__(self, size_bytes: int, mapper: Mapper) -> None:
+        """Reserves the addresses; ``fill`` puts memory behind them."""
         self._mapper = mapper
-        self._owner = owner
-        self._entry: list[Entry] = []
         self.size_bytes = -(-size_bytes // mapper.granularity) * mapper.granularity
         self._addresses = [mapper.reserve(self.size_bytes) for _ in (LIVE, WAITING)]
         self._wanted: list[int | None] = [None, None]  # what belongs behind each range
         self._mapped: list[int | None] = [None, None]  # what is there
-        end = weakref.finalize(
-            self, _free, mapper, self._addresses, self.size_bytes, self._wanted, self._mapped, self._entry
-        )
+        end = weakref.finalize(self, _free, mapper, self._addresses, self.size_bytes, self._wanted, self._mapped)
         end.atexit = False  # the driver frees all memory of a process that ends
 
     def fill(self, side: int) -> None:
@@ -116,14 +80,9 @@ class MappedPair:
             self._mapper.destroy(memory)
             raise
         self._wanted[side] = self._mapped[side] = memory
-        if side == LIVE and self._owner is not None:
-            self._entry.append(self._owner.enter(self._addresses[side], self.size_bytes, memory))
 
     def empty(self, side: int) -> None:
-        """Frees the memory behind a range; no tensor there may be used any more.  Does nothing if there is none.
-
-        A live range in the books of an owner is freed by the owner.
-        """
+        """Frees the memory behind a range; no tensor there may be used any more.  Does nothing if there is none."""
         memory = self._wanted[side]
         if memory is None:
             return
@@ -139,11 +98,7 @@ class MappedPair:
         Raises:
             Exception: The driver's error.  All is as before, or ``whole`` is False.
         """
-        if self.whole:
-            _look(self._wanted, self._mapped, self._entry)
         before = list(self._wanted)
-        if None in before and self._entry:
-            raise RuntimeError("the engine sleeps: no memory is behind its parameters")
         self._mapper.wait()
         try:
             self._put(before[::-1])
@@ -180,30 +135,12 @@ class MappedPair:
                 self._mapper.map(address, self.size_bytes, memory)
                 self._mapped[side] = memory
         self._wanted[:] = wanted
-        memory = self._mapped[LIVE]
-        if self._entry and memory is not None:
-            self._entry[0].exchanged(memory)
-
-
-def _look(wanted: list[int | None], mapped: list[int | None], entry: list[Entry]) -> None:
-    """Takes in what an owner has done with the live range."""
-    if entry:
-        wanted[LIVE] = mapped[LIVE] = entry[0].memory()
 
 
 def _free(
-    mapper: Mapper,
-    addresses: list[int],
-    size_bytes: int,
-    wanted: list[int | None],
-    mapped: list[int | None],
-    entry: list[Entry],
+    mapper: Mapper, addresses: list[int], size_bytes: int, wanted: list[int | None], mapped: list[int | None]
 ) -> None:
     mapper.wait()
-    if mapped == wanted:
-        _look(wanted, mapped, entry)
-    for each in entry:
-        each.end()
     for address, memory in zip(addresses, mapped, strict=True):
         if memory is not None:
             mapper.unmap(address, size_bytes)

@@ -58,17 +58,11 @@ def reads_in_order(vllm_config: Any) -> bool:
 def maps_weights(vllm_config: Any) -> bool:
     """Returns True if a commit may map memory to the addresses of parameters, which move once at the start for that.
 
-    With sleep mode, ``cumem`` must be able to enter them into vLLM's books as well.
+    vLLM's sleep frees what it has allocated itself, and nothing else.
     """
     on_gpu = getattr(vllm_config.device_config, "device_type", "") == "cuda"
-    return on_gpu and reads_in_order(vllm_config)
-
-
-def has_sleep_mode(vllm_config: Any) -> bool:
-    """Returns True if vLLM allocates its model in a pool whose memory it frees while it sleeps."""
-    return any(
-        getattr(vllm_config.model_config, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator")
-    )
+    sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    return on_gpu and not sleeps and reads_in_order(vllm_config)
 
 
 def rank_among_replicas(parallel: Any) -> int:

@@ -34,7 +34,6 @@ from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
-from weightcast.plugins.vllm.cumem import owner_for
 from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.lost_ends import end_vllm
@@ -45,7 +44,6 @@ from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
     EPLB_REFUSED,
     check_replicas,
-    has_sleep_mode,
     maps_weights,
     on_several_hosts,
     rank_among_replicas,
@@ -56,7 +54,6 @@ from weightcast.plugins.vllm.staging_budget import Budget, gib
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
-from weightcast.receiver.staging import mapper_of
 from weightcast.runtime.free_memory import free_host_bytes
 
 # In the tree of vLLM: its worker processes have no handler for others.
@@ -321,14 +318,12 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
             before = self._taken_bytes()
-            maps, owner = place == "device" and maps_weights(self.vllm_config), None
-            if maps and has_sleep_mode(self.vllm_config):
-                owner = owner_for(self.device, mapper_of(self.device))
-                maps = owner is not None
             loader.stage(
-                place, keep_storage=True, in_order=reads_in_order(self.vllm_config), may_move=maps, owner=owner
+                place,
+                keep_storage=True,
+                in_order=reads_in_order(self.vllm_config),
+                may_move=maps_weights(self.vllm_config),
             )
-            before += owner.released_bytes if owner is not None else 0
         self._staged = True
         self._receiver.staging_note = ""
         if why and place != "device":
