@@ -1,4 +1,4 @@
-"""Cells on two GPUs: several NCCL communicators at once, and engines that die in one of them."""
+"""Cells on one GPU and on two: several NCCL communicators at once, and engines that die in one of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.gpu.needs import needs
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    needs(2),
     pytest.mark.timeout(400),  # the first test waits for all processes to start
 ]
 
@@ -31,10 +30,17 @@ MESSAGES = {"transport": "direct", "direct_by": "messages"}
 Record = Callable[[str, Any], None]
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    """In each cell there is at most one engine that NCCL reaches over NVLink; the others are reached over sockets."""
-    with fleet_on(Layout(trainer="cuda:0", engines="cuda:1", together=(0, 2))) as started:
+# On one GPU, NCCL takes each process for another machine's and reaches it over sockets.  On two, it reaches at most one
+# engine of each cell over NVLink, and the others over sockets.
+LAYOUTS = [
+    pytest.param(Layout(trainer="cuda:0", engines="cuda:0"), id="one GPU"),
+    pytest.param(Layout(trainer="cuda:0", engines="cuda:1", together=(0, 2)), id="two GPUs", marks=needs(2)),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with fleet_on(request.param) as started:
         yield started
 
 
