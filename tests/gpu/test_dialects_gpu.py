@@ -38,6 +38,16 @@ NCCL = [
 ]
 
 
+# NCCL wants the same on both sides, and SGLang sets it for itself.
+CUMEM = {"NCCL_CUMEM_ENABLE": "0"}
+
+
+@pytest.fixture(autouse=True)
+def as_sglang_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CUMEM.items():
+        monkeypatch.setenv(name, value)  # for the trainers
+
+
 def make_model(folder: Path, *, seed: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,7 +89,7 @@ def start(dialect: str, model: Path, *, device: str, tp: int, host: str) -> subp
         ],
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT | ({"NCCL_HOSTID": host} if host else {}),
+        env=ENVIRONMENT | CUMEM | ({"NCCL_HOSTID": host} if host else {}),
     )
 
 

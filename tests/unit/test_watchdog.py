@@ -1,4 +1,4 @@
-"""Torch's watchdog ends no process because of a group of ours."""
+"""Torch's watchdog ends no process because of a group of ours, and waits for no dump."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ from weightcast.comm import trainer_group, update_group
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import TrainerRankFailed
 
-SETTING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SETTINGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+
+
+def settings() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in SETTINGS)
 
 
 class NcclOfTorch:
-    """As much of ``ProcessGroupNCCL`` as reads the setting: this torch has none."""
+    """As much of ``ProcessGroupNCCL`` as reads the settings: this torch has none."""
 
     Options = SimpleNamespace
 
     def __init__(self, *_: object) -> None:
-        self.handling = os.environ.get(SETTING)
+        self.settings = settings()
 
 
-def make_group_of_both_worlds(monkeypatch: pytest.MonkeyPatch) -> str | None:
+def make_group_of_both_worlds(monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, ...]:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclOfTorch, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     made: Any = update_group._new_group(dist.HashStore(), 0, 1, torch.device("cuda", 0), "127.0.0.1", 1.0)
-    return made.handling
+    return made.settings
 
 
-def make_group_of_trainers(monkeypatch: pytest.MonkeyPatch) -> str | None:
-    seen: list[str | None] = []
+def make_group_of_trainers(monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, ...]:
+    seen: list[tuple[str | None, ...]] = []
 
     def new_group(**_: object) -> None:
-        seen.append(os.environ.get(SETTING))
+        seen.append(settings())
         raise RuntimeError("seen enough")
 
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -52,24 +56,26 @@ def make_group_of_trainers(monkeypatch: pytest.MonkeyPatch) -> str | None:
     return seen[0]
 
 
+@pytest.fixture(params=[None, "1"])
+def before(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, ...]:
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+        if request.param is not None:
+            monkeypatch.setenv(name, request.param)
+    return settings()
+
+
 @pytest.mark.parametrize("make", [make_group_of_both_worlds, make_group_of_trainers])
-@pytest.mark.parametrize("before", [None, "1"])
-def test_a_group_that_fails_does_not_end_the_process(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[pytest.MonkeyPatch], str | None], before: str | None
+def test_a_group_that_fails_neither_ends_nor_holds_up_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[pytest.MonkeyPatch], tuple[str | None, ...]],
+    before: tuple[str | None, ...],
 ) -> None:
-    if before is None:
-        monkeypatch.delenv(SETTING, raising=False)
-    else:
-        monkeypatch.setenv(SETTING, before)
-    assert make(monkeypatch) == "0"
-    assert os.environ.get(SETTING) == before  # for the groups of others in this process
+    assert make(monkeypatch) == ("0", "0")
+    assert settings() == before  # for the groups of others in this process
 
 
-@pytest.mark.parametrize("before", [None, "1"])
-def test_two_threads_leave_the_setting_as_it_was(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    monkeypatch.delenv(SETTING, raising=False)
-    if before is not None:
-        monkeypatch.setenv(SETTING, before)
+def test_two_threads_leave_the_settings_as_they_were(before: tuple[str | None, ...]) -> None:
     inside, out = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -83,5 +89,5 @@ def test_two_threads_leave_the_setting_as_it_was(monkeypatch: pytest.MonkeyPatch
         with groups_that_end_nothing():
             out.set()
             one.result(PATIENCE_S)  # the one that came first leaves first
-            assert os.environ[SETTING] == "0"
-    assert os.environ.get(SETTING) == before
+            assert settings() == ("0", "0")
+    assert settings() == before
