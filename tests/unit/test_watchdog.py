@@ -19,7 +19,12 @@ from weightcast.comm import trainer_group, update_group
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import TrainerRankFailed
 
-SETTINGS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+SETTINGS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
 
 
 def settings() -> tuple[str | None, ...]:
@@ -56,7 +61,7 @@ def make_group_of_trainers(monkeypatch: pytest.MonkeyPatch) -> tuple[str | None,
     return seen[0]
 
 
-@pytest.fixture(params=[None, "1"])
+@pytest.fixture(params=[None, "2"])
 def before(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, ...]:
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -65,13 +70,14 @@ def before(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return settings()
 
 
-@pytest.mark.parametrize("make", [make_group_of_both_worlds, make_group_of_trainers])
+@pytest.mark.parametrize(("make", "blocks"), [(make_group_of_both_worlds, True), (make_group_of_trainers, False)])
 def test_a_group_that_fails_neither_ends_nor_holds_up_the_process(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[pytest.MonkeyPatch], tuple[str | None, ...]],
+    blocks: bool,
     before: tuple[str | None, ...],
 ) -> None:
-    assert make(monkeypatch) == ("0", "0")
+    assert make(monkeypatch) == ("0", "0", "0", "1" if blocks else before[-1])
     assert settings() == before  # for the groups of others in this process
 
 
@@ -79,15 +85,15 @@ def test_two_threads_leave_the_settings_as_they_were(before: tuple[str | None, .
     inside, out = threading.Event(), threading.Event()
 
     def first() -> None:
-        with groups_that_end_nothing():
+        with groups_that_end_nothing(watched=False):
             inside.set()
             assert out.wait(PATIENCE_S)
 
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(first)
         assert inside.wait(PATIENCE_S)
-        with groups_that_end_nothing():
+        with groups_that_end_nothing(watched=True):
             out.set()
             one.result(PATIENCE_S)  # the one that came first leaves first
-            assert settings() == ("0", "0")
+            assert settings() == ("0", "0", "0", before[-1])
     assert settings() == before

@@ -372,7 +372,7 @@ def _together(gathered: Sequence[bytes]) -> _Seats:
 
 
 def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    with groups_that_end_nothing():
+    with groups_that_end_nothing(watched=True):
         try:
             group = dist.new_group(backend=backend, timeout=timeout)
         except RuntimeError as error:  # the class of torch's own errors

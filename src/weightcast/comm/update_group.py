@@ -3,7 +3,7 @@
 The group has a store of its own, so it neither touches nor needs the default group of either side.
 
 Every wait has a deadline of ours, and the backend's own timeout lies far beyond it.  By default torch's watchdog ends
-the whole process when an NCCL operation fails or passes that timeout; ``comm.watchdog`` prevents that.
+the whole process when an NCCL operation fails or passes that timeout, so these groups have none (``comm.watchdog``).
 """
 
 from __future__ import annotations
@@ -469,7 +469,7 @@ def _new_group(
         torch.cuda.set_device(device)
         options = backends.ProcessGroupNCCL.Options()
         options._timeout = _NEVER
-        with groups_that_end_nothing():
+        with groups_that_end_nothing(watched=False):
             return backends.ProcessGroupNCCL(store, rank, world_size, options)
     options = backends.ProcessGroupGloo._Options()
     # Gloo's own timeout bounds connecting too, and it ends waits that we have left behind.

@@ -4,50 +4,70 @@ By default the watchdog ends the whole process when an NCCL operation of any gro
 A dead trainer would take the engines with it, and a dead engine the trainer.  Our groups have deadlines of their own
 and name the rank that failed.
 
-Before that, the watchdog asks for a dump of torch's flight recorder and waits a minute for it, with a lock that an
-abort of the group wants.  The request is one flag of the whole process: the monitor of the default group ends the
-process after the dump.  NCCL reports a peer that is gone over sockets and InfiniBand, so this is what a lost host does.
+A watchdog that may end nothing still does harm (torch 2.11, ``ProcessGroupNCCL.cpp``).  When NCCL reports that a peer
+is gone, as it does over sockets and InfiniBand, the watchdog sleeps for a minute with a lock that an abort of the group
+wants.  And it sets one flag for the whole process, at which the monitor of the default group dumps torch's flight
+recorder and, eight minutes later, ends the process.  So the groups in which engines take part have no watchdog.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-# ProcessGroupNCCL reads them once, when it is created (its header documents them; seen with torch 2.11).
-_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog ignores failed operations
+# ProcessGroupNCCL reads them once, when it is created.
+_ENDS_NOTHING = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
+# Then torch starts no watchdog, and a group's ``wait`` blocks the host until the operation is over.
+_UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 _guard = threading.Lock()
-_inside = 0
+_inside: Counter[str] = Counter()
 _before: dict[str, str | None] = {}
 
 
 @contextmanager
-def groups_that_end_nothing() -> Generator[None]:
+def groups_that_end_nothing(*, watched: bool) -> Generator[None]:
     """Makes NCCL groups that are created inside the block never end the process; other groups keep their settings.
 
     The settings are environment variables of the whole process, so the block must be short.  Several threads may be
     inside at once.
+
+    Args:
+        watched: False for groups without a watchdog.  Nobody may wait for an operation of such a group that is not
+            complete: no abort ends that wait.
     """
-    global _inside
-    with _guard:
-        if _inside == 0:
-            _before.update((name, os.environ.get(name)) for name in _SETTINGS)
-            os.environ.update(_SETTINGS)
-        _inside += 1
+    settings = _ENDS_NOTHING | ({} if watched else _UNWATCHED)
+    _enter(settings)
     try:
         yield
     finally:
-        with _guard:
-            _inside -= 1
-            if _inside == 0:
-                for name, value in _before.items():
-                    if value is None:
-                        os.environ.pop(name, None)
-                    else:
-                        os.environ[name] = value
+        _leave(settings)
+
+
+def _enter(settings: Mapping[str, str]) -> None:
+    with _guard:
+        for name, value in settings.items():
+            if not _inside[name]:
+                _before[name] = os.environ.get(name)
+                os.environ[name] = value
+            _inside[name] += 1
+
+
+def _leave(settings: Mapping[str, str]) -> None:
+    with _guard:
+        for name in settings:
+            _inside[name] -= 1
+            if _inside[name]:
+                continue
+            before = _before.pop(name)
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
