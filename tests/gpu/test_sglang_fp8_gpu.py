@@ -100,18 +100,15 @@ def test_an_update_of_blocks_answers_as_a_server_that_was_started_on_the_weights
         assert all(old != new for old, new in zip(*answers, strict=True))
         assert sums[0] != sums[1]
         rows: list[Any] = []
-        for version, index in ((1, 1), (2, 0), (3, 1)):
-            options: dict[str, Any] = {"transport": "disk", "verify": "none", "timeout_s": 60.0}
+        ways = [("disk", 1), ("disk", 0), ("ipc", 1), ("ipc", 0), ("disk", 1)]
+        for version, (transport, index) in enumerate(ways, 1):
+            options: dict[str, Any] = {"transport": transport, "verify": "none", "timeout_s": 60.0}
             with WeightUpdater.connect(trainer(wide[index], "exported-blocks"), [server.url], **options) as updater:
                 [row] = updater.update(version=version).targets
             assert (row.status, row.version_after) == ("serving", version), row
             assert engine.answers(server) == answers[index], f"version {version}"
             assert engine.checksum(server) == sums[index], f"version {version}"
             rows.append(row)
-        # Out of memory, SGLang 0.5.17 takes the weights under every name and answers otherwise.
-        with pytest.raises(WeightcastError, match="something that it made of its old fp8 weights"):
-            WeightUpdater.connect(trainer(wide[0], "exported-blocks"), [server.url], transport="ipc")
-        assert engine.answers(server) == answers[1]
         record("engine", rows[-1].engine)
         record("case", {"family": family, "prompts": len(PROMPTS), "tokens": TOKENS})
         record("stall_s", [row.stall_s for row in rows])

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import torch
 
 from tests.sglang_globals import GLOBALS
 from weightcast.adapters.sglang.adapter import SglangAdapter
@@ -20,7 +21,7 @@ from weightcast.comm.ipc import host_id
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Invitation
+from weightcast.protocols import Delivery, Invitation
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec, plan_buckets
 from weightcast.wire.messages import Commit, Open, Owner
@@ -77,17 +78,24 @@ def paths(asked: list[EngineRequest]) -> list[str]:
     return [request.path for request in asked]
 
 
-def test_fp8_goes_into_sglang_in_blocks_and_through_a_folder_only() -> None:
+@pytest.mark.parametrize(("capability", "ipc"), [(None, False), ((9, 0), True), ((10, 0), False)])
+def test_fp8_goes_into_sglang_in_blocks_where_its_scales_have_the_form_that_was_sent(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, ipc: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
     def specs(suffix: str) -> list[TensorSpec]:
         weight = TensorSpec(name="l.o_proj.weight", dtype="float8_e4m3fn", shape=(4, 4))
         return [SPEC, weight, TensorSpec(name=weight.name + suffix, dtype="float32", shape=(1, 1))]
 
     adapter = SglangAdapter(recognised())
     adapter.check(specs("_scale_inv"), delivery="folder", bucket_bytes=1 << 20)
-    for delivery in ("memory", "group"):
-        with pytest.raises(
-            ConfigError, match=r"something that it made of its old fp8 weights.*: l\.o_proj\.weight; nothing"
-        ):
+    if ipc:
+        adapter.check(specs("_scale_inv"), delivery="memory", bucket_bytes=1 << 20)
+    refused: tuple[Delivery, ...] = ("group",) if ipc else ("memory", "group")
+    for delivery in refused:
+        with pytest.raises(ConfigError, match=r"another form of fp8 scales.*: l\.o_proj\.weight; nothing"):
             adapter.check(specs("_scale_inv"), delivery=delivery, bucket_bytes=1 << 20)
     for delivery in ("memory", "group", "folder"):
         with pytest.raises(

@@ -16,6 +16,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from weightcast.adapters.encoders import TAKES_IMAGES, check_encoders
 from weightcast.adapters.sglang.payload import bucket_payload
@@ -81,7 +82,7 @@ class SglangAdapter(StockAdapter):
             )
         check_encoders(self._info, specs)
         _check_image_cache(self._info)
-        _check_fp8(self._info, specs, from_disk=delivery == "folder")
+        _check_fp8(self._info, specs, delivery=delivery)
         on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
         if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
             raise ConfigError(
@@ -391,11 +392,9 @@ def _check_image_cache(info: EngineInfo) -> None:
         )
 
 
-def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec], *, from_disk: bool) -> None:
-    # Blocks: SGLang 0.5.17 on an H100 had the new weights and scales under every name after an update out of memory,
-    # and answered otherwise than a server that was started on them; after a load from a folder it answered alike.
-    # Other scales: after loading, it transposes the weights and joins the scales of fused ones.  No update undoes that,
-    # so a square matrix would be served transposed.
+def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec], *, delivery: Delivery) -> None:
+    # Scales of a tensor, channel or group: after loading, SGLang transposes the weights and joins the scales of fused
+    # ones.  No update undoes that, so a square matrix would be served transposed.
     offered = {spec.name for spec in specs}
     narrow = [spec.name for spec in specs if "float8" in spec.dtype]
     spoiled = [name for name in narrow if f"{name}_scale" in offered]
@@ -403,12 +402,20 @@ def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec], *, from_disk: bool
         raise ConfigError(
             f"{info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, and "
             f"cannot load them again: {', '.join(spoiled[:6])}; nothing was sent",
-            hint="serve and send fp8 in blocks (Fp8Blocks) by transport disk, or bfloat16",
+            hint="serve and send fp8 in blocks (Fp8Blocks), or bfloat16",
         )
+    # Blocks: on Blackwell, DeepGEMM's scales have another form, which SGLang makes after loading from a folder only.
+    # Up to Hopper they stay as they were loaded: seen with SGLang 0.5.17 on an H100, dense and with experts.  No answer
+    # of the server names its GPU, but out of memory it is the trainer's.
     blocks = [name for name in narrow if f"{name}_scale_inv" in offered]
-    if blocks and not from_disk:
+    if blocks and delivery != "folder" and not (delivery == "memory" and _gpu_keeps_scales()):
         raise ConfigError(
-            f"{info.engine} goes on computing with something that it made of its old fp8 weights, unless it loads new "
-            f"ones from a folder: {', '.join(blocks[:6])}; nothing was sent",
-            hint='send a checkpoint by transport="disk", --via disk, or serve and send bfloat16',
+            f"{info.engine} may compute with another form of fp8 scales, which it makes only when it loads weights "
+            f"from a folder, and does not say whether it does: {', '.join(blocks[:6])}; nothing was sent",
+            hint='send a checkpoint by transport="disk", --via disk; on GPUs before Blackwell also by '
+            'transport="ipc"; or serve and send bfloat16',
         )
+
+
+def _gpu_keeps_scales() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0)
