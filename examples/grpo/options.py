@@ -63,7 +63,7 @@ def parser(description: str, *, out: str, via: str, pause: str) -> argparse.Argu
     updates.add_argument("--via", choices=TRANSPORTS, default=via, help="transport")
     updates.add_argument("--verify", choices=LEVELS, default="resident", help="highest level of proof to reach")
     updates.add_argument("--pause", choices=PAUSES, default=pause, help="fate of requests that run at the switch")
-    updates.add_argument("--bucket-bytes", default="512MiB", help="size of one bucket")
+    updates.add_argument("--bucket-bytes", help="size of one bucket; by default, connect chooses it")
     keeping = made.add_argument_group("results")
     keeping.add_argument("--out", default=out, help="folder for metrics, checkpoints and logs")
     keeping.add_argument("--save-every", type=int, default=7, help="steps between checkpoints; 0 saves none")

@@ -117,7 +117,10 @@ class UpdateConfig:
             host and broadcast to the others, in one update).  With ``"auto"``, a target that refuses ipc gets the same
             update by broadcast.
         bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model, and
-            up to 64 MiB for sums and casts.
+            up to 64 MiB for sums and casts.  None lets ``connect`` choose: 512 MiB; by ``ipc`` to our receivers on GPUs
+            an eighth of the weights of one trainer rank, from 512 MiB to 2 GiB.  It keeps two buckets and the scratch
+            buffer of a gather within a quarter of the free memory of each trainer GPU, and chooses a larger one than
+            512 MiB for a tensor that an engine takes only whole.
         max_extra_bytes: Most extra memory that a trainer rank may take, in bytes; None for no limit.  Buckets are made
             smaller than ``bucket_bytes`` where it asks for that.  ``connect`` refuses a limit that is too low, with the
             bytes that it needs.  NCCL's own memory does not count.
@@ -160,7 +163,7 @@ class UpdateConfig:
     """
 
     transport: TransportName = "auto"
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: int | None = None
     max_extra_bytes: int | None = None
     max_connections: int | None = None
     pause: PauseMode = "abort"
@@ -205,7 +208,7 @@ class UpdateConfig:
             raise ConfigError(
                 f"require={self.require!r} is more than verify={self.verify!r}", hint=f"use verify={self.require!r}"
             )
-        if self.bucket_bytes < 4096:
+        if self.bucket_bytes is not None and self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
         if self.max_extra_bytes is not None and self.max_extra_bytes < 1:
             raise ConfigError(f"max_extra_bytes={self.max_extra_bytes}: a limit is a positive number of bytes")

@@ -109,6 +109,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             ``commit``.  ``stall``: the longest of all targets.
         peak_extra_bytes: Most extra memory that any trainer rank held at once, in bytes, measured.
         planned_extra_bytes: The same as ``connect`` has planned it; the limit ``max_extra_bytes`` holds for this.
+        bucket_bytes: Size of a bucket in bytes, as the caller gave it or as ``connect`` chose it.
         resent_bytes: Bytes of buckets that were sent again to cells which had failed and were rebuilt, counted for each
             cell.
         digest: Model digest of the sent weights; None if ``verify="none"``.
@@ -132,6 +133,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     changed_ratio: float | None = None
     planned_extra_bytes: int = 0
     resent_bytes: int = 0
+    bucket_bytes: int = 0
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -37,6 +37,7 @@ from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
+from weightcast.update import memory_limit
 from weightcast.update.head import Head
 from weightcast.wire.messages import Close
 
@@ -436,6 +437,52 @@ def test_a_sharded_trainer_gives_the_digests_of_a_plain_one(engines, world_size)
             assert serves_whole(engines.one) == serves_whole(engines.two) == version
     finally:
         ranks.close()
+
+
+def _update_with_a_size_of_its_own(urls: list[str], version: int, transport: str) -> tuple[int, int, int]:
+    """Each rank would choose another size of a bucket; returns the sizes that it got."""
+    torch.set_num_threads(1)
+    own = 20_000 + 8192 * dist.get_rank()
+    default, memory_limit.default_bucket_bytes = memory_limit.default_bucket_bytes, lambda *_, **__: own
+    model = trainer_of(version)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    try:
+        with WeightUpdater.connect(model, urls, transport=transport, timeout_s=30.0) as updater:
+            report = updater.update(version=version)
+            stream = updater._stream
+            assert stream is not None
+            return updater.bucket_bytes, report.bucket_bytes, max(layout.size_bytes for layout in stream._layouts)
+    finally:
+        memory_limit.default_bucket_bytes = default
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_trainer_ranks_take_the_heads_size_of_a_bucket(engines, transport):
+    ranks = Ranks(3)
+    try:
+        version = next_version()
+        answers = ranks.run(_update_with_a_size_of_its_own, [engines.one.url], version, transport)
+        assert [answer[:2] for answer in answers] == [(20_000, 20_000)] * 3
+        assert len({answer[2] for answer in answers}) == 1
+        assert serves_whole(engines.one) == version
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_small_model_takes_no_more_memory_than_it_has_bytes(engines, transport):
+    version = next_version()
+    model = trainer_of(version)
+    with WeightUpdater.connect(model, [engines.one.url], transport=transport) as updater:
+        report = updater.update(version=version)
+        stream = updater._stream
+        assert stream is not None
+        held = stream.buffer_bytes
+    size = sum(tensor.nbytes for tensor in model.parameters())
+    assert report.ok
+    assert report.buckets == 1
+    assert held <= size + 256 * 64
+    assert size <= report.bucket_bytes <= size + 256 * 64
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -14,6 +14,7 @@ from weightcast.cli.plan_model import model_at
 from weightcast.exporters.memory_estimate import WORK_BYTES
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
+from weightcast.report import format_bytes
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.update.estimate import make_plan
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
@@ -192,6 +193,29 @@ def test_a_ceiling_sets_the_size_of_a_bucket_or_says_what_it_needs(tmp_path):
     assert failed.exit_code == 2
     assert "w has 4000000 bytes" in failed.stderr
     assert f"allow {10_000_000 + (64 << 20)} bytes or more" in failed.stderr
+
+
+def test_a_large_model_is_planned_with_the_buckets_that_connect_chooses(tmp_path):
+    config = transformers.Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=24, vocab_size=151936, dtype="bfloat16"
+    )
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    found = json.loads(run("plan", path, "--json").stdout)
+    shown = run("plan", path)
+    assert shown.exit_code == 0, shown.output
+    size = format_bytes(found["bucket_bytes"])
+    assert f"bucket size: {size} is what connect chooses for ipc on GPUs with enough free memory;" in shown.stdout
+    assert found["bucket_bytes"] == found["size_bytes"] // 8 == found["default_bucket_bytes"]["ipc"]
+    assert json.loads(run("plan", path, "--trainer-ranks", "8", "--json").stdout)["bucket_bytes"] == 512 << 20
+    # Stock engines map nothing of ours, and SGLang's takes whole tensors only.
+    assert json.loads(run("plan", path, "--engine", "vllm", "--json").stdout)["bucket_bytes"] >= 512 << 20
+    whole = json.loads(run("plan", path, "--engine", "sglang", "--json").stdout)
+    assert whole["bucket_bytes"] == whole["largest_bucket_bytes"] == 151936 * 4096 * 2
+    asked = run("plan", path, "--bucket-bytes", "512MiB")
+    assert "bucket size" not in asked.stdout
+    bounded = run("plan", path, "--max-extra-bytes", "1GiB", "--json")
+    assert json.loads(bounded.stdout)["trainer_peak_bytes"] <= 1 << 30
 
 
 def test_a_model_with_thousands_of_experts_is_planned_without_their_memory(tmp_path):

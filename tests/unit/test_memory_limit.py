@@ -11,7 +11,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.memory_estimate import WORK_BYTES, peak_bytes
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.update.arguments import bytes_of
-from weightcast.update.memory_limit import planned_bytes, within_limit
+from weightcast.update.memory_limit import choose_bucket_bytes, planned_bytes
 from weightcast.wire.layout import Packing, plan_buckets
 
 MIB = 1 << 20
@@ -23,37 +23,41 @@ def exporter() -> StateDictExporter:
     return StateDictExporter({name: torch.zeros(1024, 1024) for name in "abcdefgh"})  # 4 MiB each
 
 
+def choose(config, exporter):
+    return choose_bucket_bytes(config, exporter, exporter.specs(), packing=WHOLE, world_size=1)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_limit_makes_buckets_smaller_and_the_plan_keeps_to_it(exporter, world_size):
     limit = WORK_BYTES + 21 * MIB
     config = UpdateConfig(max_extra_bytes=limit)
     specs = exporter.specs()
-    chosen = within_limit(config, exporter, specs, packing=WHOLE, world_size=world_size)
-    assert 4 * MIB <= chosen.bucket_bytes < config.bucket_bytes
-    layouts = plan_buckets(specs, bucket_bytes=chosen.bucket_bytes, packing=WHOLE)
+    chosen = choose_bucket_bytes(config, exporter, specs, packing=WHOLE, world_size=world_size)
+    assert 4 * MIB <= chosen < 12 * MIB
+    layouts = plan_buckets(specs, bucket_bytes=chosen, packing=WHOLE)
     planned = planned_bytes(exporter, layouts, world_size=world_size)
     assert planned <= limit
     # The command line's estimate is the same number.
-    assert planned == peak_bytes(specs, bucket_bytes=chosen.bucket_bytes, packing=WHOLE, world_size=world_size)
+    assert planned == peak_bytes(specs, bucket_bytes=chosen, packing=WHOLE, world_size=world_size)
 
 
 def test_a_wide_limit_leaves_small_buckets_as_they_are(exporter):
     config = UpdateConfig(max_extra_bytes=1 << 40, bucket_bytes=5 * MIB)
-    assert within_limit(config, exporter, exporter.specs(), packing=WHOLE, world_size=1) == config
+    assert choose(config, exporter) == 5 * MIB
 
 
 def test_no_limit_changes_nothing(exporter):
-    config = UpdateConfig()
-    assert within_limit(config, exporter, exporter.specs(), packing=WHOLE, world_size=1) is config
+    config = UpdateConfig(bucket_bytes=1 << 40)
+    assert choose(config, exporter) == 1 << 40
 
 
 def test_a_limit_that_is_too_low_is_refused_with_the_bytes_that_suffice(exporter):
     needed = WORK_BYTES + 8 * MIB
     with pytest.raises(ConfigError, match=rf"max_extra_bytes={needed - 1}: .* {needed} bytes are needed") as caught:
-        within_limit(UpdateConfig(max_extra_bytes=needed - 1), exporter, exporter.specs(), packing=WHOLE, world_size=1)
+        choose(UpdateConfig(max_extra_bytes=needed - 1), exporter)
     assert caught.value.hint == f"allow {needed} bytes or more"
     config = UpdateConfig(max_extra_bytes=needed)
-    assert within_limit(config, exporter, exporter.specs(), packing=WHOLE, world_size=1).bucket_bytes == 4 * MIB
+    assert choose(config, exporter) == 4 * MIB
 
 
 def test_an_exporter_of_unknown_memory_is_refused_by_name(exporter):
@@ -62,7 +66,7 @@ def test_an_exporter_of_unknown_memory_is_refused_by_name(exporter):
         specs = staticmethod(exporter.specs)
 
     with pytest.raises(ConfigError, match="Opaque does not know the memory that it takes"):
-        within_limit(UpdateConfig(max_extra_bytes=1 << 30), Opaque(), exporter.specs(), packing=WHOLE, world_size=1)
+        choose(UpdateConfig(max_extra_bytes=1 << 30), Opaque())
     assert planned_bytes(Opaque(), [], world_size=1) == 0
 
 

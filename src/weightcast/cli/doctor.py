@@ -33,7 +33,7 @@ def doctor(
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
-    bucket_bytes: BucketBytes = "512MiB",
+    bucket_bytes: BucketBytes = None,
     rendezvous: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +56,7 @@ def doctor(
     """
     from weightcast.update.diagnose import examine
 
-    size_bytes = parse_size(bucket_bytes)
+    size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
     found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     results = [examine(target, bucket_bytes=size_bytes, host=rendezvous, timeout_s=timeout) for target in found]
     ok = all(result.ok for result in results)

@@ -105,7 +105,14 @@ Draft = Annotated[
     ),
 ]
 BucketBytes = Annotated[
-    str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket, such as 512MiB, 1.5GiB, 64MB.")
+    str | None,
+    typer.Option(
+        "--bucket-bytes",
+        metavar="SIZE",
+        help="Size of one bucket, such as 512MiB, 1.5GiB, 64MB. By default 512MiB; by ipc on GPUs up to 2GiB, as the "
+        "model and the free memory allow.",
+        show_default=False,
+    ),
 ]
 MaxExtraBytes = Annotated[
     str | None,

@@ -26,7 +26,7 @@ def plan(
             show_default=False,
         ),
     ],
-    bucket_bytes: BucketBytes = "512MiB",
+    bucket_bytes: BucketBytes = None,
     dtype: WireDtype = None,
     engine: Annotated[str, typer.Option(metavar="native|sglang|vllm|lmdeploy", help="Kind of the engines.")] = "native",
     trainer_ranks: Annotated[int, typer.Option("--trainer-ranks", metavar="N", help="Ranks of the trainer.")] = 1,
@@ -70,7 +70,7 @@ def plan(
     from weightcast.cli.plan_model import model_at
     from weightcast.update.estimate import make_plan, packings_of_engines
 
-    size_bytes = parse_size(bucket_bytes)
+    size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
     packings = packings_of_engines()
     if engine not in packings:
         raise ConfigError(f"--engine {engine} is unknown: choose one of {', '.join(packings)}")
@@ -85,10 +85,11 @@ def plan(
         raise ConfigError(f"--link-gb-per-s {link_gb_per_s} is not a positive number")
 
     asked = model_at(model, dtype, fp8=quantise is not None)
+    most_bytes = None
     if ceiling is not None:
         from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, bucket_bytes_for
 
-        size_bytes = bucket_bytes_for(
+        most_bytes = bucket_bytes_for(
             asked.specs,
             ceiling_bytes=parse_size(ceiling),
             packing=packings[engine],
@@ -101,6 +102,7 @@ def plan(
         engine=engine,
         packing=packings[engine],
         bucket_bytes=size_bytes,
+        most_bytes=most_bytes,
         engine_ranks=engines * tp,
         link_gb_per_s=link_gb_per_s,
         trainer_ranks=trainer_ranks,
@@ -122,6 +124,11 @@ def _show(result: Plan) -> None:
         f"{result.tensors} tensors, {format_bytes(result.size_bytes)}, "
         f"{count_of(result.buckets, 'bucket')} of at most {format_bytes(result.bucket_bytes)}"
     )
+    if result.bucket_bytes == result.default_bucket_bytes["ipc"] != result.default_bucket_bytes["other"]:
+        say(
+            f"bucket size: {format_bytes(result.default_bucket_bytes['ipc'])} is what connect chooses for ipc on GPUs "
+            f"with enough free memory; otherwise {format_bytes(result.default_bucket_bytes['other'])}"
+        )
     if len(result.dtypes) > 1:
         say(f"dtypes: {', '.join(f'{format_bytes(size)} {dtype}' for dtype, size in result.dtypes.items())}")
     if result.family is not None:

@@ -64,7 +64,7 @@ def push(
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
-    bucket_bytes: BucketBytes = "512MiB",
+    bucket_bytes: BucketBytes = None,
     max_extra_bytes: MaxExtraBytes = None,
     pause: Annotated[
         str,
@@ -165,7 +165,7 @@ def push(
     weightcast push runs/step-412 --draft runs/head-412 --to http://10.0.3.7:8000 --version 412
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
-    size_bytes = parse_size(bucket_bytes)
+    size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
     limit_bytes = None if max_extra_bytes is None else parse_size(max_extra_bytes)
     found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:

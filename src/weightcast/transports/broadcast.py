@@ -104,7 +104,7 @@ class BroadcastTransport(Pumped):
             wiring.links,
             device=wiring.device,
             host=config.rendezvous_host or wiring.address(),
-            bucket_bytes=config.bucket_bytes,
+            bucket_bytes=wiring.bucket_bytes,
             timeout_s=config.timeout_s,
             cell_ranks=config.cell_ranks,
             mends=config.on_failure == "quarantine",

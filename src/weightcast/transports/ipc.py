@@ -73,6 +73,7 @@ SPEC = TransportSpec(
     reach="trainers",
     delivery="memory",
     mixes=True,
+    large_buckets=True,
     suits=_suits,
     build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s, in_flight=wiring.in_flight),
 )

@@ -127,6 +127,7 @@ class Wiring:
 
     Attributes:
         device: The device of the buckets.
+        bucket_bytes: Size of a bucket, in bytes.
         in_flight: Buckets that may be announced to all targets of the update before the first answer: 1 or 2.
         address: Returns an address of this process that every target can reach.
     """
@@ -135,6 +136,7 @@ class Wiring:
     specs: Sequence[TensorSpec]
     device: torch.device
     config: UpdateConfig
+    bucket_bytes: int
     num_trainers: int
     in_flight: int
     address: Callable[[], str]
@@ -172,6 +174,7 @@ class TransportSpec:
         by_rank: True if engine ranks on hosts with trainer ranks map buffers there, and the others of the same engine
             do not.
         mixes: True if another transport may send the same gathered buckets to other targets of the update.
+        large_buckets: True if larger buckets than usual are faster on GPUs, because engines map them.
         zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
@@ -193,6 +196,7 @@ class TransportSpec:
     legs: bool = False
     by_rank: bool = False
     mixes: bool = False
+    large_buckets: bool = False
     zero_copy: bool = False
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = _never

@@ -105,7 +105,7 @@ class Attempts:
                     self._group.abort(f"{type(error).__name__}: {error}")
                 raise
         try:
-            return self._conclude(result, head, stream.planned_bytes, lambda: kept_bytes + peak.extra_bytes)
+            return self._conclude(result, head, stream, lambda: kept_bytes + peak.extra_bytes)
         except TrainerRankFailed as error:
             report = head.switched() if head is not None else None
             if report is None:
@@ -120,7 +120,7 @@ class Attempts:
         return self._ranks.hear(result)
 
     def _conclude(
-        self, result: AttemptResult, head: Head | None, planned_bytes: int, extra_bytes: Callable[[], int]
+        self, result: AttemptResult, head: Head | None, stream: BucketStream, extra_bytes: Callable[[], int]
     ) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
 
@@ -137,7 +137,10 @@ class Attempts:
         if ends is None:
             return self._ranks.hear(result)
         report = msgspec.structs.replace(
-            result.report, peak_extra_bytes=ends.extra_bytes, planned_extra_bytes=planned_bytes
+            result.report,
+            peak_extra_bytes=ends.extra_bytes,
+            planned_extra_bytes=stream.planned_bytes,
+            bucket_bytes=stream.bucket_bytes,
         )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
         return msgspec.structs.replace(result, report=report.with_timeline(ends.timeline))

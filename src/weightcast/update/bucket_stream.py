@@ -174,6 +174,11 @@ class BucketStream:
         return planned + packs * min(_NUM_SLOTS, len(layouts)) if planned else 0
 
     @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket in bytes, as it was chosen."""
+        return self._choice.bucket_bytes
+
+    @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that this rank holds at the moment."""
         return sum(slot.data.numel() for slot in self._slots)

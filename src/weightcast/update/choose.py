@@ -32,7 +32,7 @@ from weightcast.transports.preflight import (
     warn_hazards,
 )
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
-from weightcast.update.memory_limit import within_limit
+from weightcast.update.memory_limit import choose_bucket_bytes
 from weightcast.update.messages import Choice
 from weightcast.update.reach import Reach
 from weightcast.watch.listeners import Events
@@ -56,6 +56,8 @@ class Plan:
         links: Mapping[str, Link] | None = None,
         events: Events | None = None,
         hosts: Sequence[str] = (),
+        *,
+        free_bytes: int = 0,
     ) -> None:
         """Nothing is asked yet.
 
@@ -63,6 +65,7 @@ class Plan:
             places: UUID of each trainer rank's device; the first is the head's.
             links: Links that an earlier plan hands on, by URL.
             hosts: Id of each trainer rank's host; empty if all run on this one.
+            free_bytes: GPU memory that each trainer rank may still take, where it is smallest; 0 if it is not known.
         """
         self.urls = tuple(target.url for target in targets)
         self.links = dict(links or {})
@@ -78,6 +81,8 @@ class Plan:
         self._reach = Reach(config, exporter, specs, places, hosts)
         self._sharings: frozenset[Sharing] = frozenset()
         self._packing = Packing()
+        self._free_bytes = free_bytes
+        self._bucket_bytes = 0
         self._zero_copy = False
 
     @property
@@ -173,8 +178,14 @@ class Plan:
         self._packing = links[0].adapter.packing
         for link in links:
             self._packing = self._packing.also(link.adapter.packing)
-        self._config = within_limit(
-            self._config, self._exporter, self._specs, packing=self._packing, world_size=len(self._places)
+        self._bucket_bytes = choose_bucket_bytes(
+            self._config,
+            self._exporter,
+            self._specs,
+            packing=self._packing,
+            world_size=len(self._places),
+            large=self._gains_from_large_buckets(links),
+            free_bytes=self._free_bytes,
         )
         opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
         for link in links:
@@ -199,7 +210,7 @@ class Plan:
         on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
-            bucket_bytes=self._config.bucket_bytes,
+            bucket_bytes=self._bucket_bytes,
             zero_copy=self._zero_copy,
             transport=self.label(links),
             scattered=spec.scattered,
@@ -284,10 +295,17 @@ class Plan:
                 specs=self._specs,
                 device=self._exporter.device,
                 config=self._config,
+                bucket_bytes=self._bucket_bytes,
                 num_trainers=len(self._places),
                 in_flight=in_flight,
                 address=lambda: _address_for(links),
             )
+        )
+
+    def _gains_from_large_buckets(self, links: Sequence[Link]) -> bool:
+        """True if every target maps buckets on a GPU with our receiver, and so takes no memory for them."""
+        return self._exporter.device.type == "cuda" and all(
+            self.transport_of(link.url).large_buckets and link.adapter.sharing == "weightcast" for link in links
         )
 
     def _check(self, link: Link) -> None:
@@ -298,7 +316,7 @@ class Plan:
         spec = self.transport_of(link.url)
         if spec.scattered:
             check_scattered(link, self._specs, self._config, self._exporter)
-        link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
+        link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
         place = self._reach.placement({link.url: link.info})
         reads = spec.shares_memory and not spec.scattered

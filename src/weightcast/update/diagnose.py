@@ -47,9 +47,10 @@ class Diagnosis:
     ok: bool
 
 
-def examine(target: Target, *, bucket_bytes: int, host: str | None, timeout_s: float) -> Diagnosis:
+def examine(target: Target, *, bucket_bytes: int | None, host: str | None, timeout_s: float) -> Diagnosis:
     """Asks the engine for its description and checks it; an engine on the CPU also joins a small group.
 
+    ``bucket_bytes`` is the size of a bucket; None takes what ``connect`` would choose for a trainer of one rank.
     ``host`` is an address of this machine that engines can reach; None takes it from the routing table.
     ``timeout_s`` limits each single wait.
     """
@@ -241,15 +242,18 @@ def _staging(info: EngineInfo) -> Check:
     return _ok("staging", f"on the {info.staging}: an update that fails leaves the old version serving")
 
 
-def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
+def _memory(info: EngineInfo, bucket_bytes: int | None) -> Check:
     """Checks that the tensors fit into buckets, and the buckets into this machine's memory; the estimate is plan's."""
     from weightcast.adapters.registry import adapter_for
-    from weightcast.exporters.memory_estimate import peak_bytes
+    from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
     from weightcast.wire.layout import total_bytes
 
     model = f"{count_of(len(info.specs), 'tensor')}, {format_bytes(total_bytes(info.specs))}"
+    packing = adapter_for(info).packing
+    if bucket_bytes is None:
+        bucket_bytes = default_bucket_bytes(info.specs, packing=packing, world_size=1, large=_maps_on_gpus(info))
     try:
-        need = peak_bytes(info.specs, bucket_bytes=bucket_bytes, packing=adapter_for(info).packing, world_size=1)
+        need = peak_bytes(info.specs, bucket_bytes=bucket_bytes, packing=packing, world_size=1)
     except ConfigError as error:
         return _fails(
             "memory", one_line(str(error)), hint=error.hint or f"use larger buckets than --bucket-bytes {bucket_bytes}"
@@ -262,7 +266,18 @@ def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
             hint="use smaller buckets: --bucket-bytes 64MiB",
         )
     room = "" if free is None else f", {format_bytes(free)} free"
-    return _ok("memory", f"{model}; an update needs {format_bytes(need)} on this machine{room}")
+    buckets = f"with buckets of {format_bytes(bucket_bytes)} an update needs {format_bytes(need)}"
+    return _ok("memory", f"{model}; {buckets} on this machine{room}")
+
+
+def _maps_on_gpus(info: EngineInfo) -> bool:
+    """True if ``connect`` from this host would choose large buckets, which the engine's GPUs map."""
+    from weightcast.comm.ipc import host_id
+    from weightcast.transports.registry import TRANSPORTS
+
+    on_gpus = bool(info.devices) and not {"cpu", "cuda"} & set(info.devices)
+    taken = any(spec.large_buckets and spec.name in info.transports for spec in TRANSPORTS)
+    return on_gpus and taken and _has_receiver(info) and set(info.hosts) == {host_id()}
 
 
 def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:

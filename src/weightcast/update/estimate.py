@@ -57,6 +57,9 @@ class Plan:
     Attributes:
         engine: Kind of engine whose packing was used.
         size_bytes: Payload of one copy of the model.
+        bucket_bytes: Size of a bucket.
+        default_bucket_bytes: Sizes of a bucket that ``connect`` chooses by itself: ``ipc`` by ipc on GPUs with enough
+            free memory, ``other`` for everything else.
         cut: Names of the tensors that are sent in several buckets, in order.
         oversized: Names of the tensors that are larger than a bucket, in order.
         alone: Names of the tensors that have a bucket to themselves, in order.
@@ -78,6 +81,7 @@ class Plan:
     size_bytes: int
     buckets: int
     bucket_bytes: int
+    default_bucket_bytes: dict[str, int]
     largest_bucket_bytes: int
     cut: tuple[str, ...]
     oversized: tuple[str, ...]
@@ -119,8 +123,9 @@ def make_plan(
     model: str,
     engine: str,
     packing: Packing,
-    bucket_bytes: int,
     engine_ranks: int,
+    bucket_bytes: int | None = None,
+    most_bytes: int | None = None,
     link_gb_per_s: float | None = None,
     trainer_ranks: int = 1,
     computed: bool = False,
@@ -134,6 +139,8 @@ def make_plan(
 
     Args:
         specs: Tensors that are sent.
+        bucket_bytes: Size of a bucket; None takes the one that ``connect`` chooses for ipc on GPUs.
+        most_bytes: Size above which a bucket does not keep to a limit of extra memory; None for no limit.
         computed: True if values are computed on the way, such as by quantising.
         tp: Ranks of each engine.
         cell_ranks: As ``UpdateConfig.cell_ranks``.
@@ -142,10 +149,17 @@ def make_plan(
     Raises:
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
     """
-    from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, peak_bytes
+    from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
     from weightcast.transports.cells import divide
     from weightcast.wire.layout import plan_buckets, total_bytes
 
+    default = {
+        way: default_bucket_bytes(specs, packing=packing, world_size=trainer_ranks, large=large)
+        for way, large in {"ipc": engine == "native", "other": False}.items()
+    }
+    bucket_bytes = default["ipc"] if bucket_bytes is None else bucket_bytes
+    if most_bytes is not None:
+        bucket_bytes = min(bucket_bytes, most_bytes)
     layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing)
     size_bytes = total_bytes(specs)
     largest = max((layout.size_bytes for layout in layouts), default=0)
@@ -161,6 +175,7 @@ def make_plan(
         size_bytes=size_bytes,
         buckets=len(layouts),
         bucket_bytes=bucket_bytes,
+        default_bucket_bytes=default,
         largest_bucket_bytes=largest,
         cut=tuple(cut),
         oversized=tuple(spec.name for spec in specs if spec.size_bytes > bucket_bytes),

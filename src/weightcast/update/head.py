@@ -62,11 +62,15 @@ class Head:
         before: Head | None = None,
         events: Events | None = None,
         hosts: Sequence[str] = (),
+        *,
+        free_bytes: int = 0,
     ) -> None:
         """The arguments are those of ``Plan``; links come from ``before``, the head of the membership before."""
         self._events = events if events is not None else Events()
         known = before._plan.kept_links(roster) if before is not None else {}
-        self._plan = Plan(targets, roster, config, exporter, specs, places, known, self._events, hosts)
+        self._plan = Plan(
+            targets, roster, config, exporter, specs, places, known, self._events, hosts, free_bytes=free_bytes
+        )
         self._verifier = Verifier(self._plan, config, exporter, specs)
         self._config = config
         self._exporter = exporter

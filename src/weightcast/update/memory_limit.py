@@ -1,28 +1,54 @@
-"""Makes the buckets of an update keep to the caller's limit of extra memory."""
+"""Chooses the size of an update's buckets, within the caller's limit of extra memory and the memory that is free."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+
+import torch
 
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.exporters.memory_estimate import WORK_BYTES, bucket_bytes_for, peak_bytes_of
+from weightcast.exporters.memory_estimate import WORK_BYTES, bucket_bytes_for, default_bucket_bytes, peak_bytes_of
 from weightcast.protocols import Budgeted, Exporter
-from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.report import format_bytes
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, total_bytes
+
+log = logging.getLogger("weightcast.update.memory_limit")
 
 
-def within_limit(
-    config: UpdateConfig, exporter: Exporter, specs: Sequence[TensorSpec], *, packing: Packing, world_size: int
-) -> UpdateConfig:
-    """Returns the settings with buckets that keep to ``max_extra_bytes``.
+def choose_bucket_bytes(
+    config: UpdateConfig,
+    exporter: Exporter,
+    specs: Sequence[TensorSpec],
+    *,
+    packing: Packing,
+    world_size: int,
+    large: bool = False,
+    free_bytes: int = 0,
+) -> int:
+    """Returns the size of a bucket: the caller's or the default, within ``max_extra_bytes``.
+
+    Args:
+        large: As for ``default_bucket_bytes``.
+        free_bytes: Likewise.
 
     Raises:
-        ConfigError: The limit is too low, or the exporter does not know the memory that it takes.
+        ConfigError: The limit or the free memory is too low, or the exporter does not know the memory that it takes.
     """
-    limit = config.max_extra_bytes
+    limit, size = config.max_extra_bytes, config.bucket_bytes
+    if size is None:
+        size = default_bucket_bytes(
+            specs,
+            packing=packing,
+            world_size=world_size,
+            large=large,
+            free_bytes=free_bytes,
+        )
+        free = f", {format_bytes(free_bytes)} free on a trainer GPU" if free_bytes else ""
+        log.info("buckets of %s for %s%s", format_bytes(size), format_bytes(total_bytes(specs)), free)
     if limit is None or not specs:
-        return config
+        return size
     computing = exporter.computing_bytes() if isinstance(exporter, Budgeted) else None
     if computing is None:
         raise ConfigError(
@@ -39,7 +65,15 @@ def within_limit(
         )
     except ConfigError as error:
         raise ConfigError(f"max_extra_bytes={limit}: {error.args[0]}", hint=error.hint) from None
-    return replace(config, bucket_bytes=min(config.bucket_bytes, most))
+    return min(size, most)
+
+
+def free_bytes_of(device: torch.device) -> int:
+    """Bytes of a GPU that this process may still allocate, with those its allocator keeps idle; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def planned_bytes(exporter: Exporter, layouts: Sequence[BucketLayout], *, world_size: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import msgspec
 
 from weightcast import errors
@@ -94,6 +97,24 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     served: int | None = None
     cells: tuple[tuple[str, ...], ...] = ()
     resumes: bool = False
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a trainer rank keeps its weights: the UUID of its GPU or ``"cpu"``, and the bytes of it that are free."""
+
+    device: str
+    free_bytes: int = 0
+
+
+def least_free_bytes(places: Sequence[Place]) -> int:
+    """GPU memory that each of these trainer ranks may still take, where it is smallest; 0 if one is not on a GPU.
+
+    Ranks that share a GPU share what is free of it.
+    """
+    sharing = Counter(place.device for place in places)
+    if any(place.device == "cpu" for place in places):
+        return 0
+    return min((place.free_bytes // sharing[place.device] for place in places), default=0)
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):

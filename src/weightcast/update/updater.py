@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal, Self
 
+import msgspec
 import torch
 
 from weightcast.comm.ipc import device_uuid
@@ -51,7 +52,8 @@ from weightcast.update.connecting import Connecting
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import layouts_in_place
-from weightcast.update.messages import AttemptResult, Choice, Failure
+from weightcast.update.memory_limit import free_bytes_of
+from weightcast.update.messages import AttemptResult, Choice, Failure, Place, least_free_bytes
 from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import run_watched, tell_targets
@@ -126,7 +128,7 @@ class WeightUpdater:
         targets: Targets,
         *,
         transport: TransportName = "auto",
-        bucket_bytes: int | str = 512 << 20,
+        bucket_bytes: int | str | None = None,
         max_extra_bytes: int | str | None = None,
         max_connections: int | None = None,
         pause: PauseMode = "abort",
@@ -178,7 +180,7 @@ class WeightUpdater:
         """
         config = UpdateConfig(
             transport=transport,
-            bucket_bytes=bytes_of("bucket_bytes", bucket_bytes),
+            bucket_bytes=None if bucket_bytes is None else bytes_of("bucket_bytes", bucket_bytes),
             max_extra_bytes=None if max_extra_bytes is None else bytes_of("max_extra_bytes", max_extra_bytes),
             max_connections=max_connections,
             pause=pause,
@@ -253,6 +255,11 @@ class WeightUpdater:
         Where ``"auto"`` reaches targets in different ways, the names are joined: ``"ipc+broadcast"``.
         """
         return self._choice.transport
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket in bytes, as the caller gave it or as ``connect`` chose it."""
+        return self._choice.bucket_bytes
 
     @property
     def cells(self) -> tuple[tuple[str, ...], ...]:
@@ -415,11 +422,15 @@ class WeightUpdater:
 
     def _choose(self, *, leaving: Sequence[Target] = ()) -> None:
         """Makes the head's choices, which every rank hears."""
-        places = self._group.gather_bytes(device_uuid(self._exporter.device).encode())
+        device = self._exporter.device
+        held = self._stream.buffer_bytes if self._stream is not None else 0  # freed before others are allocated
+        free_bytes = free_bytes_of(device) + held
+        places = self._group.gather_bytes(msgspec.json.encode(Place(device_uuid(device), free_bytes)))
         choice, head, layouts = Choice(), None, list[BucketLayout]()
         if self._group.is_head:
             assert places is not None
-            where = [place.decode() for place in places]
+            seats = [msgspec.json.decode(place, type=Place) for place in places]
+            where = [seat.device for seat in seats]
             try:
                 if self._roster is None:
                     self._roster = Roster(
@@ -440,6 +451,7 @@ class WeightUpdater:
                     before=self._head,
                     events=self._events,
                     hosts=self._group.hosts if self._group.world_size > 1 else (),
+                    free_bytes=least_free_bytes(seats),
                 )
                 choice = head.choose()
                 layouts = self._layouts_for(choice)
