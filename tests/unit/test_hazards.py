@@ -11,8 +11,11 @@ import msgspec
 import pytest
 
 from weightcast.adapters.vllm.server_info import Facts
+from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
-from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
+from weightcast.plugins.vllm.hazards import hazards_of
+from weightcast.plugins.vllm.stores import check_stores, store_outside
+from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.transports.preflight import warn_hazards
 from weightcast.update.diagnose import hazards
 from weightcast.wire.codec import decode_info, encode
@@ -44,7 +47,8 @@ def info(**changes: Any) -> EngineInfo:
 
 def test_a_plain_server_has_none():
     assert hazards_of(config(), keeps_draft=False, computed=()) == ()
-    assert cache_outside(config()) == ""
+    assert store_outside(config()) == ""
+    check_stores(config())
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,8 @@ def test_the_plug_in_names_each(changes, options, words):
 
 
 def test_a_cache_outside_of_vllm_forbids_in_place():
-    assert cache_outside(config(kv_transfer_config=SimpleNamespace(kv_connector="Shelf"))) == "the KV connector Shelf"
-    assert cache_outside(config(cache_config=SimpleNamespace(kv_offloading_size=4.0))) == "the offloaded KV cache"
+    assert store_outside(config(kv_transfer_config=SimpleNamespace(kv_connector="Shelf"))) == "the KV connector Shelf"
+    assert store_outside(config(cache_config=SimpleNamespace(kv_offloading_size=4.0))) == "the offloaded KV cache"
     loop: Any = None
     hooks = VllmHooks(None, loop, prefix_caching=False, cache_outside="the KV connector Shelf")
     assert "the KV connector Shelf" in hooks.no_pause["in_place"]
@@ -73,9 +77,67 @@ def test_a_cache_outside_of_vllm_forbids_in_place():
     assert VllmHooks(None, loop, prefix_caching=False).no_pause == {}
 
 
+# Connectors of vLLM 0.25, 0.32 and 0.33 with their settings.  Those that files or other servers keep are not emptied,
+# also if they say that they are.
+STORES = [
+    ({"kv_connector": "ExampleConnector"}, {}, "KV connector ExampleConnector"),
+    ({"kv_connector": "LMCacheMPConnector"}, {}, "KV connector LMCacheMPConnector"),
+    ({"kv_connector": "MooncakeStoreConnector"}, {}, "KV connector MooncakeStoreConnector"),
+    ({"kv_connector": "MultiConnector"}, {}, "KV connector MultiConnector"),
+    ({"kv_connector": "OffloadingConnector", "kv_connector_module_path": "mine"}, {}, "OffloadingConnector"),
+    ({"kv_connector": "OffloadingConnector"}, {"spec_name": "TieringOffloadingSpec"}, "OffloadingConnector"),
+    ({"kv_connector": "SimpleCPUOffloadConnector"}, {"kv_offload_backend": "disk"}, "SimpleCPUOffloadConnector"),
+    ({"kv_connector": "OffloadingConnector"}, {"cpu_bytes_to_use": 1 << 30}, ""),
+    ({"kv_connector": "SimpleCPUOffloadConnector"}, {}, ""),
+    ({"kv_connector": None}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("transfer", "extra", "words"), STORES)
+def test_a_store_that_no_update_empties_is_refused_by_name(transfer, extra, words):
+    settings: dict[str, Any] = transfer | {"kv_connector_extra_config": extra}
+    started = config(kv_transfer_config=SimpleNamespace(**settings))
+    facts = Facts.of(json.dumps({"vllm_config": {"kv_transfer_config": settings}}).encode())
+    assert facts.offloads is (transfer["kv_connector"] is not None)
+    assert ("in_place" in facts.no_pause()) is facts.offloads
+    if not words:
+        check_stores(started)
+        assert facts.never_emptied == ""
+        return
+    with pytest.raises(ConfigError, match=f"{words} keeps what the old weights computed") as caught:
+        check_stores(started)
+    assert "start vLLM without --kv-transfer-config" in str(caught.value.hint)
+    assert f"{words} keeps what the old weights computed" in facts.never_emptied
+    assert facts.transports() == ()
+    assert facts.never_emptied in facts.advice()
+
+
+def test_a_store_of_encoder_outputs_is_refused_by_name():
+    settings = {"ec_connector": "Gallery", "ec_role": "ec_both"}
+    with pytest.raises(ConfigError, match="the encoder connector Gallery keeps"):
+        check_stores(config(ec_transfer_config=SimpleNamespace(**settings)))
+    facts = Facts.of(json.dumps({"vllm_config": {"ec_transfer_config": settings}}).encode())
+    assert "start vLLM without --ec-transfer-config" in facts.never_emptied
+
+
+def test_the_extension_refuses_such_a_store_too():
+    worker: Any = Extension()
+    worker.vllm_config = config(
+        parallel_config=SimpleNamespace(), kv_transfer_config=SimpleNamespace(kv_connector="Shelf")
+    )
+    with pytest.raises(Refused, match="the KV connector Shelf keeps"):
+        worker.weightcast_start()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"lora_config": {"max_loras": 1}}, "adapters that vLLM loads from folders"),
+        ({"cache_config": {"calculate_kv_scales": True}}, "--calculate-kv-scales"),
+        (
+            {"parallel_config": {"is_moe_model": True}, "kernel_config": {"moe_backend": "triton"}},
+            "kernels for experts (--moe-backend triton)",
+        ),
         ({"speculative_config": {"method": "eagle"}}, "its draft model is not updated"),
         ({"model_config": {"multimodal_config": {"limit_per_prompt": {}}}}, "it encodes images"),
         ({"model_config": {"quantization": "fp8"}}, "its weights are quantised (fp8)"),
@@ -102,6 +164,13 @@ def test_a_stock_server_with_prefix_caching_refuses_in_place():
 
     assert "prefix caching" in facts(True).no_pause()["in_place"]
     assert facts(False).no_pause() == {}
+
+
+def test_a_stock_server_that_has_seen_images_refuses_in_place():
+    """vLLM drops the outputs of encoders in a pause that drops its caches, and in no other."""
+    model = {"model_config": {"multimodal_config": {"limit_per_prompt": {}}}}
+    facts = Facts.of(json.dumps({"vllm_config": model | {"cache_config": {"enable_prefix_caching": False}}}).encode())
+    assert "the encoder's outputs" in facts.no_pause()["in_place"]
 
 
 def test_connect_warns_and_doctor_lists(caplog: pytest.LogCaptureFixture):

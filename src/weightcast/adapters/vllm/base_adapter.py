@@ -41,7 +41,7 @@ class BaseVllmAdapter(StockAdapter, ABC):
         """Pauses the engine and starts a weight update.
 
         Raises:
-            ConfigError: The prefix cache would give results of the old weights to new requests.
+            ConfigError: A cache would give results of the old weights to new requests.
         """
         self._version = message.version
         self._started = False
@@ -114,9 +114,6 @@ class BaseVllmAdapter(StockAdapter, ABC):
 
 
 def _refuse_stale_cache(message: Open, facts: Facts, engine: str) -> None:
-    if message.pause == "in_place" and facts.prefix_caching:
-        raise ConfigError(
-            f'pause="in_place" keeps the KV cache, and the prefix caching of {engine} would give results of the old '
-            "weights to new requests; nothing was changed",
-            hint='use pause="retract", or start vLLM with --no-enable-prefix-caching',
-        )
+    why = facts.never_emptied or facts.no_pause().get(message.pause)
+    if why:
+        raise ConfigError(f"{engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed")

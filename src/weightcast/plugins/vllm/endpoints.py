@@ -20,12 +20,13 @@ from weightcast.plugins.rank_sockets import computed_by, engine_facts, transport
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
-from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
+from weightcast.plugins.vllm.hazards import hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
 from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy, maps_weights, on_several_hosts
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.sleep import guard_sleep
+from weightcast.plugins.vllm.stores import store_outside
 from weightcast.receiver.adapter_routes import adapter_routes
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.peer_routes import peer_routes
@@ -115,7 +116,7 @@ class Endpoints(Late):
             replicas=replicas,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             encoders=bool(config.model_config.is_multimodal_model),
-            cache_outside=cache_outside(config),
+            cache_outside=store_outside(config),
         )
         world_size = replicas * int(parallel.world_size)
         elsewhere = elsewhere_of(config)

@@ -38,11 +38,3 @@ def hazards_of(
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         found.append("vLLM calculates the scales of its KV cache once (--calculate-kv-scales), with the first weights")
     return tuple(found)
-
-
-def cache_outside(vllm_config: Any) -> str:
-    """The store outside of vLLM's own KV cache that requests may be answered from, in words; empty if there is none."""
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
-    if transfer is not None:
-        return f"the KV connector {getattr(transfer, 'kv_connector', None) or 'of --kv-transfer-config'}"
-    return "the offloaded KV cache" if getattr(vllm_config.cache_config, "kv_offloading_size", None) else ""

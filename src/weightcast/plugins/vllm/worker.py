@@ -51,6 +51,7 @@ from weightcast.plugins.vllm.rank_protocol import (
 )
 from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.staging_budget import Budget, gib
+from weightcast.plugins.vllm.stores import check_stores
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
@@ -231,6 +232,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if getattr(self.vllm_config.parallel_config, "enable_eplb", False):
             raise ConfigError(EPLB_REFUSED, hint=EPLB_HINT)
         check_replicas(self.vllm_config.parallel_config)
+        check_stores(self.vllm_config)
         if self.device.type == "cpu" and not self.model_config.enforce_eager:
             # A compiled graph keeps the packed weights of its compilation.
             raise ConfigError(

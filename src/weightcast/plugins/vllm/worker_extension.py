@@ -18,6 +18,7 @@ import torch
 
 from weightcast.errors import Refused, WeightcastError
 from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED
+from weightcast.plugins.vllm.stores import why_never_emptied
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.wire import bucket_sources
@@ -44,10 +45,14 @@ class Extension:
         """Begins an update and ends one that was left open.
 
         Raises:
-            Refused: vLLM moves experts between ranks, and its loader would write them to their first places.
+            Refused: vLLM moves experts between ranks, and its loader would write them to their first places; or it
+                answers requests from a store that nothing empties.
         """
         if getattr(self.vllm_config.parallel_config, "enable_eplb", False):
             raise Refused(EPLB_REFUSED, hint=EPLB_HINT)
+        why, hint = why_never_emptied(self.vllm_config)
+        if why:
+            raise Refused(why, hint=hint)
         if self._weightcast is None:
             self._weightcast = _Loading(self)
         self._weightcast.start()

@@ -1,0 +1,72 @@
+"""Real vLLM on this CPU with stores outside of its own caches, which no pause mode empties.
+
+vLLM's ``ExampleConnector`` keeps KV caches in files.  After an update, a request with a known prompt would be answered
+from the caches of the old weights, with every proof of the weights in order.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines import push, weightcast
+from tests.engines.test_vllm_cpu import SIZES
+from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = [pytest.mark.engine]
+
+EXTENSION = "--worker-extension-cls=weightcast.plugins.vllm.worker_extension.Extension"
+LONG = [[(7 * place + 3) % 200 + 5 for place in range(200)]]  # more than a block of 128 tokens
+COUNT = 8
+
+
+def store(folder: Path, kind: str) -> list[str]:
+    folder.mkdir()
+    settings = {
+        f"{kind}_connector": "ExampleConnector" if kind == "kv" else "ECExampleConnector",
+        f"{kind}_role": f"{kind}_both",
+        f"{kind}_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    return [f"--{kind}-transfer-config", json.dumps(settings)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kv", "the KV connector ExampleConnector keeps what the old weights computed"),
+        ("ec", "the encoder connector ECExampleConnector keeps what the old weights computed"),
+    ],
+)
+def test_a_store_that_no_update_can_empty_is_refused_at_the_start(tmp_path: Path, kind: str, words: str) -> None:
+    tiny_model(tmp_path / "A", **SIZES)
+    tiny_tokenizer(tmp_path / "A")
+    with (
+        pytest.raises(AssertionError, match="vLLM did not start"),
+        vllm(tmp_path / "A", tmp_path, *store(tmp_path / "store", kind)),
+    ):
+        pass
+    log = (tmp_path / "vllm.log").read_text()
+    assert words in log
+    assert f"start vLLM without --{kind}-transfer-config" in log
+
+
+def test_a_stock_server_with_such_a_store_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    for seed, name in enumerate("AB"):
+        tiny_model(tmp_path / name, seed=seed, **SIZES)
+        tiny_tokenizer(tmp_path / name)
+    options = ["--no-enable-prefix-caching", EXTENSION, *store(tmp_path / "store", "kv")]
+    with vllm(tmp_path / "A", tmp_path, *options, stock=True) as engine:
+        before = greedy_tokens(engine, LONG, COUNT)
+        assert list((tmp_path / "store").iterdir()), "vLLM keeps nothing outside, so there is nothing to refuse"
+        examined = weightcast("doctor", engine.url)
+        assert examined.returncode == 1
+        assert "the KV connector ExampleConnector keeps what the old weights computed" in examined.stdout
+        refused = weightcast("push", tmp_path / "B", "--to", engine.url, "--version", 1)
+        assert refused.returncode == 2
+        assert "ExampleConnector" in refused.stderr
+        assert greedy_tokens(engine, LONG, COUNT) == before
+    with vllm(tmp_path / "A", tmp_path, "--no-enable-prefix-caching", EXTENSION, stock=True) as engine:
+        assert push(tmp_path / "B", [engine], 1)["targets"][0]["status"] == "serving"
