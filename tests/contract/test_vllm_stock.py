@@ -123,6 +123,7 @@ def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str
     assert found["sleep"] == [["sleep", 1], ["wake", ["weights"]]]
     assert found["room"] == [["room", 1000]]
     assert found["left"] == 970
+    assert found["warms up"]
 
 
 def test_core_of_this_version_has_our_methods_before_it_is_forked(said: tuple[str, dict[str, Any]]) -> None:

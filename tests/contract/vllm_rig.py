@@ -489,7 +489,11 @@ def around() -> dict[str, Any]:
         model_runner=SimpleNamespace(profile_run=lambda **how: None),
         vllm_config=VllmConfig(device_config=DeviceConfig(device="cpu")),
     )
+    from vllm.v1.worker import gpu_model_runner
+
     found["left"] = worker.determine_available_memory()
+    runs = inspect.signature(gpu_model_runner.GPUModelRunner._dummy_run).parameters
+    found["warms up"] = {"num_tokens", "skip_eplb"} <= set(runs)
     found["room"] = [*told]
     return found
 

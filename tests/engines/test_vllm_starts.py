@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,13 @@ def test_a_start_on_random_weights_serves_nobody_before_the_first_update(tmp_pat
         tiny_tokenizer(tmp_path / name)
         said[name] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
     assert said["A"] != said["B"]
-    with vllm(tmp_path / "A", tmp_path, "--load-format=dummy", tp=2) as engine, ThreadPoolExecutor(1) as pool:
+    # It also runs the sizes of batches for which vLLM may compile kernels, and one request, before it serves anybody.
+    warm = ["--max-num-batched-tokens=300", "--additional-config", json.dumps({"weightcast": {"warm_up": True}})]
+    with vllm(tmp_path / "A", tmp_path, "--load-format=dummy", *warm, tp=2) as engine, ThreadPoolExecutor(1) as pool:
+        log = (tmp_path / "vllm.log").read_text()
+        assert set(re.findall(r"rank (\d) ran \d+ sizes of batches from 1 to 300 tokens", log)) == {"0", "1"}
+        page = engine.client.get(engine.url + "/metrics").text
+        assert re.search(r"^vllm:prompt_tokens_total\{.*\} 8\.0$", page, re.MULTILINE)
         info = engine.info()
         assert (info["state"], info["version"], info["paused"]) == ("quarantined", None, True)
         assert "--load-format dummy" in info["message"]

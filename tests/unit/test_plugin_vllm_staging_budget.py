@@ -72,6 +72,10 @@ class Backend:
         self.told.append(("room", cache_bytes))
         return cache_bytes - 30
 
+    def warm_up(self, worker: Any) -> None:
+        self.told.append(("warm up", None))
+        worker.said.append("warmed up")
+
     def stepped(self) -> None:
         self.told.append(("step", None))
 
@@ -88,10 +92,15 @@ def worker_class(said: list[str]) -> type[Any]:
 
         def __init__(self, backend: object) -> None:
             self.weight_transfer_engine = backend
+            self.said = said
 
         def determine_available_memory(self) -> int:
             said.append("measured")
             return 100
+
+        def compile_or_warm_up_model(self) -> float:
+            said.append("captured graphs")
+            return 1.5
 
         def sleep(self, level: int = 1) -> None:
             said.append(f"slept {level}")
@@ -114,19 +123,22 @@ def test_a_worker_tells_our_backend_and_no_other():
     backend = Backend()
     worker = kind(backend)
     assert worker.determine_available_memory() == 70
+    assert worker.compile_or_warm_up_model() == 1.5
     worker.sleep()
     worker.sleep(level=2)
     worker.wake_up(tags=["weights"])
     worker.wake_up()
     assert worker.execute_model("a batch") == "tokens"
-    calls = [("room", 100), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None), ("step", None)]
-    assert backend.told == calls
-    assert said == ["measured", "slept 1", "slept 2", "woke ['weights']", "woke None", "executes a batch"]
+    calls = [("room", 100), ("warm up", None), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None)]
+    assert backend.told == [*calls, ("step", None)]
+    started = ["measured", "warmed up", "captured graphs"]
+    assert said == [*started, "slept 1", "slept 2", "woke ['weights']", "woke None", "executes a batch"]
     other = kind(object())
     assert other.determine_available_memory() == 100
     other.sleep(2)
     assert other.execute_model("another") == "tokens"
-    assert len(backend.told) == 6
+    assert other.compile_or_warm_up_model() == 1.5
+    assert len(backend.told) == 7
 
 
 def test_a_refusal_of_ours_leaves_the_weights_where_they_are():

@@ -43,6 +43,7 @@ _ONE_HOST = ("uni", "mp")  # executors whose ranks are on one host, unless vLLM 
 _IN_ORDER = ("uni", "mp")  # executors whose ranks take calls and steps from one queue
 _PAUSE_S = 30.0
 _RANDOM = "vLLM was started with random weights (--load-format dummy): it is paused until a full update"
+_SOME_TOKENS = (0,) * 8
 _FIRST_VERSION = 0  # of the weights that vLLM was started with
 
 
@@ -107,7 +108,7 @@ class Endpoints(Late):
                 "several API servers cannot update one engine",
                 hint="set --api-server-count 1; with --data-parallel-size, vllm serve starts several by default",
             )
-        parallel = config.parallel_config
+        parallel, settings = config.parallel_config, settings_of(config.additional_config)
         check_replicas(parallel)
         replicas = int(parallel.data_parallel_size)
         hooks = VllmHooks(
@@ -147,7 +148,7 @@ class Endpoints(Late):
                 config,
                 keeps_draft=keeps_draft(config),
                 computed=computed_by(executor.hellos),
-                not_updated=settings_of(config.additional_config).not_updated,
+                not_updated=settings.not_updated,
             ),
         )
         self._hooks = hooks
@@ -165,6 +166,8 @@ class Endpoints(Late):
             elsewhere=elsewhere,
         )
         guard_sleep(client, loop, self._engine, hooks, self._adapters)
+        if settings.warm_up:  # vLLM compiles a function for log-probabilities of prompts, which ``behaviour`` asks for
+            hooks.score(_SOME_TOKENS)
         if is_dummy(config):
             hooks.pause_anyway("abort", _PAUSE_S)
             with self._engine.between_updates():

@@ -15,7 +15,7 @@ _SECTION = "weightcast"
 _HINT = (
     '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
     '"secret_file": "PATH", '
-    '"not_updated": "REGEX"}}\''
+    '"not_updated": "REGEX", "warm_up": true}}\''
 )
 
 
@@ -29,12 +29,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         not_updated: Regular expression for names of the checkpoint's tensors that no update contains, such as those of
             a vision tower that is not trained.  They keep the checkpoint's values, and reports name them.  Empty for
             none.
+        warm_up: Whether vLLM's start runs the model on batches of all sizes that kernels distinguish.
         secret_file: File with the secret of an engine on several hosts; empty for ``WEIGHTCAST_ENGINE_SECRET``.
     """
 
     staging: StagingChoice = "auto"
     draft: Literal["keep", "update"] = "keep"
     not_updated: str = ""
+    warm_up: bool = False
     secret_file: str = ""
 
 

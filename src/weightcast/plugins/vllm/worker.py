@@ -52,6 +52,7 @@ from weightcast.plugins.vllm.rank_protocol import (
 from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.staging_budget import Budget, gib
 from weightcast.plugins.vllm.stores import check_stores
+from weightcast.plugins.vllm.warm_up import warm_up
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
@@ -144,6 +145,11 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if hasattr(worker, "available_kv_cache_memory_bytes"):
             worker.available_kv_cache_memory_bytes = left
         return left
+
+    def warm_up(self, worker: Any) -> None:
+        """Runs the model on batches of many sizes, if the setting asks for it."""
+        if self._settings.warm_up:
+            warm_up(worker)
 
     def fall_asleep(self, level: int) -> None:
         """Frees the staging set on the device, before vLLM frees the weights; raises ``Refused`` during an update."""

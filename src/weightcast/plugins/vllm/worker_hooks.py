@@ -1,4 +1,4 @@
-"""Calls our receiver where a vLLM worker measures its memory, sleeps and wakes, and adds a call that switches weights.
+"""Calls our receiver where a vLLM worker measures memory, warms up, sleeps and wakes, and adds a call that switches.
 
 vLLM's plug-in points for weight transfer have no hook there, so this module wraps methods of the worker's class, once
 in each worker process.  A worker with another weight-transfer backend is not affected.
@@ -19,8 +19,15 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     """Wraps some methods of a worker's class; safe to call twice.  ``kind`` is ``worker.WeightcastEngine``."""
     if _DONE in vars(worker_class):
         return
-    measure, sleep, wake_up, execute = (
-        getattr(worker_class, name) for name in ("determine_available_memory", "sleep", "wake_up", "execute_model")
+    measure, compile_model, sleep, wake_up, execute = (
+        getattr(worker_class, name)
+        for name in (
+            "determine_available_memory",
+            "compile_or_warm_up_model",
+            "sleep",
+            "wake_up",
+            "execute_model",
+        )
     )
 
     def ours(worker: Any) -> Any:
@@ -32,6 +39,13 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         cache_bytes = measure(self)
         backend = ours(self)
         return cache_bytes if backend is None else backend.take_room(self, cache_bytes)
+
+    @functools.wraps(compile_model)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        backend = ours(self)
+        if backend is not None:  # before vLLM captures graphs: memory that grows later would move under them
+            backend.warm_up(self)
+        return compile_model(self)
 
     @functools.wraps(sleep)
     def fall_asleep(self: Any, level: int = 1) -> Any:
@@ -72,6 +86,7 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
 
     # vLLM's decorator ``inference_mode`` stays on vLLM's own methods only.
     worker_class.determine_available_memory = determine_available_memory
+    worker_class.compile_or_warm_up_model = compile_or_warm_up_model
     worker_class.sleep = fall_asleep
     worker_class.wake_up = wake
     worker_class.execute_model = execute_model
