@@ -33,6 +33,7 @@ from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
 from weightcast.protocols import BucketUse, Shard
+from weightcast.runtime.gc_pause import gc_paused
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
@@ -51,6 +52,7 @@ class NamedExporter:
 
     refills = True
 
+    @gc_paused()  # a large model makes a million small objects here, and none of them is garbage
     def __init__(
         self,
         model: nn.Module,

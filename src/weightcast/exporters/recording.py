@@ -103,8 +103,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operation and records its copies."""
-        named = dict(kwargs or {})
+        named = kwargs or {}
         out = func(*args, **named)
+        if func.is_view and isinstance(out, torch.Tensor) and self._dtypes.get(_storage(out)) == out.dtype:
+            return out  # thousands of experts are taken apart in this way
         name: str = func._schema.name
         inputs = [tensor for tensor in _tensors((args, named)) if _storage(tensor) in self._dtypes]
         if func._schema.is_mutable:
@@ -152,7 +154,13 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _follow(self, seen: _Copy, storage: int) -> list[tuple[_Copy, int]]:
-        return [(copy, origin) for made, origin in self._origins(storage) for copy in _compose(seen, made)]
+        found: list[tuple[_Copy, int]] = []
+        for made, origin in self._origins(storage):
+            inside = _inside(seen, made)
+            if inside is not None:  # nearly always; it would be the only copy that is not empty
+                return [(inside, origin)]
+            found += [(copy, origin) for copy in _compose(seen, made)]
+        return found
 
     def _origins(self, storage: int) -> list[tuple[_Copy, int]]:
         """Copies into a storage, followed back to the sources."""
@@ -164,6 +172,38 @@ class Recorder(TorchDispatchMode):
                 found.extend([(copy, origin)] if origin in self._sources else self._follow(copy, origin))
             self._followed[storage] = found
         return self._followed[storage]
+
+
+@functools.lru_cache(maxsize=4096)
+def _by_step(axes: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    """The axes of a copy that are longer than 1, the largest step in the target first."""
+    return tuple(sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]))
+
+
+def _inside(outer: _Copy, inner: _Copy) -> _Copy | None:
+    """Joins two copies if ``outer`` reads nothing but a box of the elements that ``inner`` writes; None otherwise.
+
+    ``inner`` writes into new memory, each element once.  So any way to reach an element along its axes is the only one.
+    """
+    rest, of = outer.of - inner.to, inner.of
+    left: dict[int, tuple[int, int]] = {}  # step in the memory between: extent from there on, step in the source
+    for extent, step_to, step_of in _by_step(inner.axes):
+        start, rest = divmod(rest, step_to)
+        if not 0 <= start < extent:
+            return None
+        of += start * step_of
+        left[step_to] = extent - start, step_of
+    if rest:
+        return None
+    axes: list[tuple[int, int, int]] = []
+    for extent, step_to, step_of in outer.axes:
+        if extent == 1:
+            continue
+        found = left.pop(step_of, None)
+        if found is None or extent > found[0]:
+            return None
+        axes.append((extent, step_to, found[1]))
+    return _Copy(outer.to, of, tuple(axes))
 
 
 @functools.lru_cache(maxsize=4096)
