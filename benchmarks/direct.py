@@ -8,6 +8,10 @@ GPUs, rank by rank, and reach each other's memory over CUDA IPC.  Every engine p
 must equal those that the trainer ranks took of their own shards; other results end the run.  The file is written anew
 after each way, and ``--limit-s`` ends the run with what was measured until then.
 
+After each round of ``direct, rdma`` the engine ranks do that update's reads again, in turns with as many bytes through
+NIXL alone (``remote_reads.py``).  On a machine with other work, ``--rounds`` measures all ways in turns, and the
+processor time of all processes is steadier than the time until weights are usable.
+
 The ways named ``owners`` first put each tensor below ``--owned-kib`` together on one trainer rank, in one exchange of
 packed messages; that is part of the update's time, and also shown by itself.
 """
@@ -24,7 +28,10 @@ import statistics
 import struct
 import tempfile
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +39,7 @@ import torch
 import torch.distributed as dist
 import uvicorn
 from fastapi import FastAPI
+from remote_reads import Alone, RecordedReads
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -71,6 +79,8 @@ DEFAULT_WAYS = {
     "cuda": ["ipc", "direct, memory", "direct, shards"],
 }
 _TIME = struct.Struct("d")
+_READS = "direct, rdma"  # the way after which reads are compared with NIXL's own
+_READ_TURNS, _READ_PASSES = 5, 4
 
 
 class Slices(nn.Module):
@@ -125,6 +135,8 @@ class Worker:
         self._file = os.open(times, os.O_WRONLY)
         self._at = (first + rank) * _TIME.size
         slices = Slices(shape, rank, tp_size, self._device)
+        self._reads: RecordedReads | None = None
+        self._alone: Alone | None = None
         self.receiver = WeightReceiver(
             slices,
             load_weights=slices.load_weights,
@@ -145,8 +157,20 @@ class Worker:
         return self.receiver.apply(message)
 
     def run(self, command: bytes) -> bytes:
-        """Knows no command."""
-        return command
+        """Reads trainer ranks' memory as ``remote_reads.py`` says; all ranks do, and the answer is this one's."""
+        told = json.loads(command)
+        if self._reads is None:
+            self._reads = RecordedReads(self.receiver._shares.remote.reader)  # pyright: ignore[reportPrivateUsage]
+        if told["what"] == "begin":
+            if self._alone is not None:
+                self._alone.close()
+                self._alone = None
+            self._reads.begin()
+            return b""
+        if told["what"] == "alone" and self._alone is None:
+            self._alone = self._reads.alone()
+        read = self._alone.read if told["what"] == "alone" and self._alone is not None else self._reads.repeat
+        return json.dumps(sum(read() for _ in range(told["passes"]))).encode()
 
     def interrupt(self, reason: str) -> None:
         """As ``Worker.interrupt`` of an engine."""
@@ -208,6 +232,11 @@ def serve(number: int, arguments: argparse.Namespace, times: str, url: Any) -> N
     engine = SessionHandler(executor, NoRequests(), told)
     app.include_router(weight_routes(engine))
     app.include_router(peer_routes(lambda: engine))
+
+    def reads(command: str) -> Any:
+        return json.loads(executor.run(command.encode()) or b"null")
+
+    app.get("/reads")(reads)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
     url.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
@@ -359,6 +388,24 @@ def loopback_bytes() -> int:
     return 0
 
 
+def processor_s(pids: Iterable[int]) -> tuple[float, float]:
+    """Processor seconds of these processes and all that they started, in their own code and in the kernel."""
+    parents: dict[int, int] = {}
+    times: dict[int, tuple[float, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended meanwhile
+            continue
+        pid, tick = int(path.parent.name), os.sysconf("SC_CLK_TCK")
+        parents[pid] = int(fields[1])
+        times[pid] = int(fields[11]) / tick, int(fields[12]) / tick
+    wanted = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in wanted} - wanted:
+        wanted |= more
+    return sum(times[pid][0] for pid in wanted & set(times)), sum(times[pid][1] for pid in wanted & set(times))
+
+
 def plain_copy_s(arguments: argparse.Namespace) -> float:
     """Seconds of a plain copy of as many bytes as the model has, in chunks, by one process alone."""
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
@@ -388,8 +435,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that trainer ranks and engine ranks share")
     parser.add_argument("--bucket-mib", type=int, default=0, help="16 on CPUs and 512 on GPUs by default")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5, help="updates of a way in a round, beside those that warm up")
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1, help="rounds over all ways, on a machine with other work")
     parser.add_argument(
         "--way", action="append", choices=list(WAYS), help="may be repeated; those of the device if not"
     )
@@ -422,7 +470,8 @@ def main() -> None:
                 processes.append(context.Process(target=train, args=(rank, arguments, port, urls, theirs)))
                 processes[-1].start()
                 pipes.append(mine)
-            measure(arguments, ways, pipes, times.name, ranks, limit_s=limit_s, until=until)
+            pids = [process.pid for process in processes]
+            measure(arguments, ways, pipes, urls, pids, times.name, ranks, limit_s=limit_s, until=until)
         finally:
             for process in processes:
                 process.terminate()
@@ -435,6 +484,8 @@ def measure(
     arguments: argparse.Namespace,
     ways: list[str],
     pipes: list[Any],
+    urls: list[str],
+    pids: list[int],
     times: str,
     ranks: int,
     *,
@@ -446,11 +497,15 @@ def measure(
     Ways in turn would make each update a first one: an engine unmaps what the way before had mapped.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
+    reads: list[dict[str, float]] = []
     version = 0
-    for way in ways:
-        rows[way] = []
+    for way in ways * arguments.rounds:
+        rows.setdefault(way, [])
         for turn in range(arguments.warm + arguments.turns):
             version += 1
+            if way == _READS and turn == arguments.warm + arguments.turns - 1:
+                tell_all(urls, "begin", 1)
+            before = processor_s(pids)
             for pipe in pipes:
                 pipe.send((way, version))
             answers = []
@@ -460,19 +515,50 @@ def measure(
                 answers.append(pipe.recv())
             switched = [_TIME.unpack_from(Path(times).read_bytes(), rank * _TIME.size)[0] for rank in range(ranks)]
             row = answers[0] | {"usable_s": max(switched) - min(answer["started"] for answer in answers)}
+            own, kernel = (now - then for now, then in zip(processor_s(pids), before, strict=True))
+            row |= {"processor_s": own + kernel, "kernel_s": kernel}
             if turn >= arguments.warm:
                 rows[way].append(row)
             print(
-                f"{way}: usable in {row['usable_s'] * 1e3:.1f} ms, returned {row['returned_s'] * 1e3:.1f}", flush=True
+                f"{way}: usable in {row['usable_s'] * 1e3:.1f} ms, returned {row['returned_s'] * 1e3:.1f}, "
+                f"{row['processor_s']:.2f} s of processors",
+                flush=True,
             )
-        report(arguments, rows, limit_s)
+        if way == _READS:
+            reads += compare_reads(urls)
+        report(arguments, rows, reads, limit_s)
     for pipe in pipes:
         pipe.send(None)
     for pipe in pipes:
         pipe.poll(30.0)
 
 
-def report(arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], limit_s: float) -> None:
+def tell_all(urls: list[str], what: str, passes: int) -> float:
+    """Lets all engine ranks read at once; returns the seconds until the last has ended."""
+    command = urllib.parse.quote(json.dumps({"what": what, "passes": passes}))
+
+    def tell(url: str) -> None:
+        with urllib.request.urlopen(f"{url}/reads?command={command}", timeout=300.0) as answer:
+            answer.read()
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(urls)) as pool:
+        list(pool.map(tell, urls))
+    return time.monotonic() - began
+
+
+def compare_reads(urls: list[str]) -> list[dict[str, float]]:
+    """Times the reads of the last update, and as many bytes through NIXL alone, in turns."""
+    found: list[dict[str, float]] = []
+    for turn in range(1 + _READ_TURNS):
+        row = {f"{what}_s": tell_all(urls, what, _READ_PASSES) / _READ_PASSES for what in ("repeat", "alone")}
+        found += [row] if turn else []
+    return found
+
+
+def report(
+    arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], reads: list[dict[str, float]], limit_s: float
+) -> None:
     """Prints the medians and writes the result."""
     size = model_shape(arguments.model).size_bytes
     first = next(iter(rows))
@@ -498,10 +584,16 @@ def report(arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]],
             f"owners {table[-1]['owners_s'] * 1e3:.1f} ms of it"
         )
     print(f"a plain copy of the model's {size / 2**30:.2f} GiB by one process: {limit_s * 1e3:.1f} ms")
+    if reads:
+        ours, alone = (statistics.median(row[f"{what}_s"] for row in reads) for what in ("repeat", "alone"))
+        print(
+            f"reads of an update by rdma {ours * 1e3:.1f} ms, NIXL alone {alone * 1e3:.1f} ms for as many bytes: "
+            f"{alone / ours:.2f} of its rate"
+        )
     if arguments.out is not None:
         told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
         result = {"what": "direct", "machine": facts(), "arguments": told, "model_bytes": size}
-        result |= {"plain_copy_s": limit_s, "ways": table}
+        result |= {"plain_copy_s": limit_s, "ways": table, "reads": reads}
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
