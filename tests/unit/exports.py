@@ -16,7 +16,7 @@ ALONE = TrainerGroup(device=CPU, timeout_s=5)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def export(

@@ -2,12 +2,13 @@
 
 import math
 import struct
+from bisect import bisect_left
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,6 +22,7 @@ from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Nvfp4
 
 VALUES = [Fraction(value) for value in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
+HALFWAY = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
 JOINED = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
 
 
@@ -33,9 +35,14 @@ def f32(value: float) -> float:
 
 
 def fp4(value: float) -> int:
-    """The code of the nearest of sixteen values, the even code halfway between two; by exact fractions."""
-    size = min(abs(Fraction(value)), Fraction(6))
-    code = min(range(8), key=lambda code: (abs(VALUES[code] - size), code % 2))
+    """The code of the nearest of sixteen values, the even code halfway between two.
+
+    Comparisons of floats are exact, and so are the limits.
+    """
+    size = abs(value)
+    code = bisect_left(HALFWAY, size)
+    if code < len(HALFWAY) and HALFWAY[code] == size:
+        code += code % 2
     return code | (8 if value < 0 else 0)
 
 
@@ -86,14 +93,29 @@ def alone(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("bucket_bytes", [4_000, 1 << 20])
-def test_a_model_is_quantised_as_the_reference_does(tmp_path, bucket_bytes):
+def test_the_reference_rounds_as_exact_fractions_do():
+    torch.manual_seed(7)
+    values = [0.0, *HALFWAY, *map(float, VALUES), *(torch.randn(3_000) * 3).tolist(), 1e30]
+    values += [math.nextafter(limit, end) for limit in HALFWAY for end in (0.0, 7.0)]
+    for value in (*values, *(-value for value in values)):
+        size = min(abs(Fraction(value)), Fraction(6))
+        code = min(range(8), key=lambda code: (abs(VALUES[code] - size), code % 2))
+        assert fp4(value) == code | (8 if value < 0 else 0), value
+
+
+@pytest.fixture(scope="module")
+def model_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, bytes]]:
     model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(3)
+    return model, expected(families.written(model, tmp_path_factory.mktemp("written")))
+
+
+@pytest.mark.parametrize("bucket_bytes", [4_000, 1 << 20])
+def test_a_model_is_quantised_as_the_reference_does(model_and_reference, bucket_bytes):
+    model, want = model_and_reference
     exporter = ModuleExporter(model, quantise=Nvfp4())
     got = export(exporter, ALONE, bucket_bytes=bucket_bytes)
-    want = expected(families.written(model, tmp_path))
     assert set(got) == set(want)
     assert [name for name in got if got[name] != want[name]] == []
     shapes = {spec.name: (spec.dtype, spec.shape) for spec in exporter.specs()}
@@ -179,13 +201,12 @@ def test_the_configuration_is_that_of_weights_alone():
 # -- sharded
 
 
-def export_model(folder: str, *, experts_by: int) -> list[str]:
+def export_model(want: dict[str, bytes], *, experts_by: int) -> list[str]:
     """Names that a sharded export has otherwise than the reference: FSDP2, and experts over another dimension."""
     mesh = init_device_mesh("cpu", (4,))
     group = TrainerGroup.connect(CPU, timeout_s=30)
     group.receivers = (0, 2)
     model = sharded_experts(mesh, experts_by)
-    want = expected(load_file(f"{folder}/model.safetensors"))
     got = export(ModuleExporter(model, quantise=Nvfp4()), group, bucket_bytes=20_000)
     group.close()
     return sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != want[n]] if got else []
@@ -198,7 +219,13 @@ def four():
     ranks.close()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The reference of the model that the ranks hold in shards."""
+    model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
+    return expected(families.written(model, tmp_path_factory.mktemp("whole")))
+
+
 @pytest.mark.parametrize("experts_by", [0, 1, 2])
-def test_shards_have_the_same_scales_as_whole_weights(four, experts_by, tmp_path):
-    families.make("qwen3_moe", **SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert four.run(partial(export_model, str(tmp_path), experts_by=experts_by)) == [[]] * 4
+def test_shards_have_the_same_scales_as_whole_weights(four, whole, experts_by):
+    assert four.run(partial(export_model, whole, experts_by=experts_by)) == [[]] * 4
