@@ -1,6 +1,6 @@
 """Distribution of the test files among pytest's workers: files of one engine go to one worker, one after the other.
 
-A worker that starts servers of an engine imports the engine first, fifteen seconds of a processor for vLLM
+A worker that starts processes of an engine imports the engine first, ten to fifteen seconds of a processor
 (``engines/forked.py``).  The files of the slowest engine come first: one of them as the last would be waited for alone.
 """
 
@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
-SLOWEST_FIRST = ("vllm", "sglang")
-_OF_ENGINE = re.compile(r"tests/engines/test_([a-z]+)_")
+SLOWEST_FIRST = ("vllm", "sglang", "lmdeploy")
+_OF_ENGINE = re.compile(r"tests/(?:engines|contract)/test_([a-z]+)(?:_[a-z0-9_]+)?\.py")
+# Files whose names say something else than the engine that they start.
+_ENGINES = {"tests/engines/test_engine_relays.py": "vllm"}
 
 
 def scope_of(nodeid: str) -> str:
     """Returns the name of the tests that stay together with this one."""
-    found = _OF_ENGINE.match(nodeid)
-    return found[1] if found is not None and found[1] in SLOWEST_FIRST else nodeid.partition("::")[0]
+    file = nodeid.partition("::")[0]
+    found = _OF_ENGINE.fullmatch(file)
+    engine = _ENGINES.get(file, "" if found is None else found[1])
+    return engine if engine in SLOWEST_FIRST else file
 
 
 def place_of(item: pytest.Item) -> int:
