@@ -105,17 +105,21 @@ class CannotBeTiny(Exception):
 
 
 def class_names() -> list[str]:
-    """Every causal-LM and image-text-to-text class of the installed version."""
+    """Every causal-LM and image-text-to-text class of the installed version.
+
+    The names are looked up in a list: asking for the classes would import hundreds of models, in every collection.
+    """
     tables = [
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         getattr(auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}),
     ]
+    known = set(dir(transformers))
     found: dict[str, None] = {}
     for table in tables:
         for value in table.values():
             for name in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(transformers, name):
+                if name in known:
                     found[name] = None
     return list(found)
 

@@ -84,7 +84,8 @@ PUBLISHED_OTHERWISE = {"Qwen3VLMoeForConditionalGeneration"}
 
 def present(class_names) -> list[str]:
     """The classes in the installed version of transformers."""
-    return [name for name in class_names if hasattr(transformers, name)]
+    known = set(dir(transformers))  # asking for a class imports its model
+    return [name for name in class_names if name in known]
 
 
 def exported(model: nn.Module) -> dict[str, torch.Tensor]:
