@@ -11,6 +11,7 @@ call that brings a matrix into Marlin's order.  Prints one JSON list.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -247,4 +248,5 @@ def stale(unpacked: UnpackedModel) -> str:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # vLLM's loader collects garbage for each model, and would look at all that was imported
     print(json.dumps([outcome(case, Path(first), Path(second)) for case, first, second in json.loads(sys.argv[1])]))
