@@ -191,6 +191,7 @@ class Case:
                         "phases": {name: round(took, 4) for name, took in report.phases.items()},
                         "bytes": report.bytes,
                         "buckets": report.buckets,
+                        "bucket_bytes": report.bucket_bytes,
                         "peak_extra_bytes": [report.peak_extra_bytes, row.peak_extra_bytes],
                         "proof": f"{row.proof}, {row.proven} of {row.proven + row.unproven}",
                         "message": row.message,
@@ -227,8 +228,6 @@ class Case:
 
     def idle(self, proof: str, **options: Any) -> None:
         """Pushes with nobody asking."""
-        if not self.server.receiver:  # it takes whole tensors only
-            options = {"bucket_bytes": max(512 << 20, self.trainer.largest_bytes)} | options
         self.push("in_place" if self.server.receiver else "abort", proof=proof, rounds=self.args.rounds, **options)
         self.found |= self.compare()
 
@@ -427,7 +426,7 @@ def main() -> int:
     parser.add_argument("--usual", type=float, default=2.0, help="seconds of streams before an update")
     parser.add_argument("--rounds", type=int, default=4, help="pushes of an idle server")
     parser.add_argument("--loaded-rounds", type=int, default=3, help="pushes while streams run, in each mode")
-    parser.add_argument("--more-buckets", default="2048", help="further sizes of buckets for an idle server, in MiB")
+    parser.add_argument("--more-buckets", default="512", help="further sizes of buckets for an idle server, in MiB")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, SGLang on this CPU")
     parser.add_argument("--version", default="0.5.23", help="of SGLang, with --tiny")
     parser.add_argument("--folder", type=Path, help="for models and logs")
