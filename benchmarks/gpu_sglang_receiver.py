@@ -107,7 +107,7 @@ class Trainer:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype)
         self.model = model.eval()
         sizes = [parameter.nbytes for parameter in model.parameters()]
-        self.bytes, self.largest_bytes = sum(sizes), max(sizes)
+        self.bytes = sum(sizes)
         self._norms = [
             float(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)) / parameter.numel() ** 0.5
             for parameter in model.parameters()
