@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def profile(case: Case, *, turns: int) -> dict[str, Any]:
             case.layout, bucket_bytes=case.bucket_bytes[:1], levels=case.levels, staging=case.staging
         ):
             method = contender.settings[0]
-            rig.prepare(method, timeout_s=case.deadline_s)
+            prepare_s, stacks = rig.prepare_profiled(method, timeout_s=case.deadline_s)
+            print(f"{method.name}, prepared in {prepare_s * 1e3:.1f} ms", flush=True)
+            print_stacks(stacks)
+            rows.append({"method": method.name, "prepare_s": prepare_s} | stacks)
             for number in range(turns + 1):
                 last = number == turns
                 turn, stacks = rig.turn(method, timeout_s=case.deadline_s, profile=last)
@@ -84,8 +88,13 @@ def print_profiled(row: dict[str, Any]) -> None:
     profiled = ", profiled (the times are useless)" if row["profiled"] else ""
     print(f"{row['method']}, update {row['update']}{profiled}: usable {row['usable_s'] * 1e3:.1f} ms")
     print(f"    returned {row['returned_s'] * 1e3:.1f}  {phases}", flush=True)
+    print_stacks(row)
+
+
+def print_stacks(tables: Mapping[str, Any]) -> None:
+    """Prints the functions that took the time of a trainer and an engine."""
     for role in ("trainer", "engine"):
-        for kind, places in row.get(role, {}).items():
+        for kind, places in tables.get(role, {}).items():
             words = "with all that it calls" if kind == "inside" else "without weightcast's functions that it calls"
             print(f"  {role}, ms in a function {words}")
             for place, ms in places.items():

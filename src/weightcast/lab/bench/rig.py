@@ -57,11 +57,20 @@ class Rig:
 
     def prepare(self, method: Method, *, timeout_s: float) -> float:
         """Makes and prepares the halves of a method; returns the seconds that it took."""
+        return self._prepare(method, timeout_s, profile=False)[0]
+
+    def prepare_profiled(self, method: Method, *, timeout_s: float) -> tuple[float, dict[str, Any]]:
+        """As ``prepare``; also returns ``trainer`` and ``engine``, the tables of a process of each role."""
+        return self._prepare(method, timeout_s, profile=True)
+
+    def _prepare(self, method: Method, timeout_s: float, *, profile: bool) -> tuple[float, dict[str, Any]]:
         started = time.monotonic()
         self._prepared += 1
         self._ask("note", method.name, timeout_s=timeout_s)
-        self._ask("prepare", method, self._prepared, timeout_s=timeout_s)
-        return time.monotonic() - started
+        stacks: dict[str, Any] = {}
+        for answer in self._ask("prepare", method, self._prepared, profile, timeout_s=timeout_s):
+            stacks |= answer
+        return time.monotonic() - started, stacks
 
     def held(self, method: Method, *, timeout_s: float = 60.0) -> dict[str, int]:
         """Returns the memory that a method keeps between turns, in bytes: the maximum over the processes of a role."""

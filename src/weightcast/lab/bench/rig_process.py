@@ -84,14 +84,18 @@ class _Worker:
     def do_note(self, driver: Connection, name: str) -> None:
         self._before[name] = held_bytes(self._side.device)  # no process has begun to prepare yet
 
-    def do_prepare(self, driver: Connection, method: Method, serial: int) -> None:
+    def do_prepare(self, driver: Connection, method: Method, serial: int, profile: bool) -> dict[str, Any]:
         self._side.serial = serial
         path = method.engine if isinstance(self._side, EngineSide) else method.trainer
         module, _, name = path.partition(":")
-        half: Half = getattr(importlib.import_module(module), name)(self._side, **method.options)
-        half.prepare()
-        synchronize(self._side.device)
+        sampler = StackSampler()
+        with sampler if profile else nullcontext():
+            half: Half = getattr(importlib.import_module(module), name)(self._side, **method.options)
+            half.prepare()
+            synchronize(self._side.device)
         self._halves[method.name] = half
+        role = "engine" if isinstance(self._side, EngineSide) else "trainer"
+        return {role: sampler.table()} if profile else {}
 
     def do_held(self, driver: Connection, name: str) -> int:
         return max(0, held_bytes(self._side.device) - self._before[name])
