@@ -28,8 +28,9 @@ from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
-from weightcast.wire.answers import Ack
-from weightcast.wire.messages import Message, Revert
+from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.messages import Message, Prepare, Revert
+from weightcast.wire.plans import UpdatePlan
 
 PARALLEL: list[Any] = [None]  # of the rank that is being made
 
@@ -412,6 +413,35 @@ def test_an_idle_scheduler_rests_in_a_session_until_a_request_or_a_mark_comes(id
     assert resting.is_alive()  # the mark has woken one pass, and no more
     idle.rank.told_to_switch()
     resting.join(PATIENCE_S / 2)
+
+
+def test_an_idle_scheduler_rests_while_a_plan_is_worked_out_before_any_session(
+    idle: IdleRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work(message: Message) -> RankAck:
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+        return RankAck(rank=0, ok=True)
+
+    monkeypatch.setattr(idle.rank.receiver, "apply", work)
+    preparing = threading.Thread(
+        target=idle.rank.apply, args=(Prepare(plan=UpdatePlan((), (), ()), verify="none"),), daemon=True
+    )
+    preparing.start()
+    assert began.wait(PATIENCE_S)
+    resting, _ = idle.one_pass()
+    resting.join(0.2)
+    assert resting.is_alive()
+    go_on.set()
+    preparing.join(PATIENCE_S)
+    idle.client.send(b"a request")
+    resting.join(PATIENCE_S / 2)
+    assert not resting.is_alive()
+    running, _ = idle.one_pass()
+    running.join(PATIENCE_S / 2)
+    assert not running.is_alive()
 
 
 def test_a_scheduler_without_a_session_or_with_work_does_not_rest(idle: IdleRank) -> None:

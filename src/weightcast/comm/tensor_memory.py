@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -32,21 +33,24 @@ class TensorMemory:
             ConfigError: A tensor's memory cannot be shared; the text says which.
         """
         self.handles, self._allocations, self._devices = [], [], []
-        numbers: dict[_Allocation, int] = {}
+        addresses: list[int] = []  # ascending, with the number of the allocation that begins there
+        numbers: list[int] = []
         found: list[tuple[int, int]] = []
         for index, tensor in enumerate(tensors):
             pointer = tensor.data_ptr()
-            at = next((one for one in numbers if one[0] <= pointer < one[0] + one[1]), None) or _allocation(
-                pointer, tensor.device, index
-            )
-            if at not in numbers:
-                numbers[at] = len(numbers)
-                self._allocations.append(at)
-                self._devices.append(tensor.device)
+            place = bisect_right(addresses, pointer)
+            at = self._allocations[numbers[place - 1]] if place else None
+            if at is None or pointer >= at[0] + at[1]:
+                at = _allocation(pointer, tensor.device, index)
                 if at not in self._known:
                     self._known[at] = _handle(at, tensor.device)
+                addresses.insert(place, at[0])
+                numbers.insert(place, len(self.handles))
+                place += 1
+                self._allocations.append(at)
+                self._devices.append(tensor.device)
                 self.handles.append(self._known[at])
-            found.append((numbers[at], pointer - at[0]))
+            found.append((numbers[place - 1], pointer - at[0]))
         self._known = {at: self._known[at] for at in self._allocations}  # memory that was freed has no handle
         return found
 

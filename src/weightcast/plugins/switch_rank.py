@@ -103,6 +103,7 @@ class SwitchRank(ABC):
         self._open: Open | None = None
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
+        self._applying = False
         self._steps, self._stepped_at = 0, float("-inf")
         self._no_room = ""
 
@@ -174,9 +175,14 @@ class SwitchRank(ABC):
         self._steps += 1
         self._stepped_at = time.monotonic()
 
+    @property
+    def at_work(self) -> bool:
+        """True during a session, and while a message before it is carried out (``Prepare`` works out a plan)."""
+        return self.in_session or self._applying
+
     def yield_interpreter(self) -> None:
         """Called once in each pass of the engine's loop: leaves the interpreter to an update for a moment."""
-        if self.in_session:
+        if self.at_work:
             time.sleep(_YIELD_S)
 
     def step(self) -> bool:
@@ -207,8 +213,12 @@ class SwitchRank(ABC):
         self._committed = committed_after(message, self._committed)
         self._said_ready = False
         self._switching = message
-        with self._own_stream(message):
-            ack = self.receiver.apply(message)
+        self._applying = True
+        try:
+            with self._own_stream(message):
+                ack = self.receiver.apply(message)
+        finally:
+            self._applying = False
         if switches and not self._said_ready:
             self._say(NOTHING)
             self._decisions.get(timeout=_AGREE_S)  # or it would be taken for that of the next message

@@ -3,8 +3,8 @@
 SGLang's first rank broadcasts its requests to all ranks at the top of every pass of every event loop.  It adds a
 ``Step`` to them, and each rank carries out what waits when the ``Step`` comes to it (``plugins.switch_rank``).
 
-An idle scheduler passes thousands of times a second and keeps Python's interpreter from our threads.  During a session
-it rests until a request or a mark comes.
+An idle scheduler passes thousands of times a second and keeps Python's interpreter from our threads.  While our
+receiver is at work it rests until a request or a mark comes.
 """
 
 from __future__ import annotations

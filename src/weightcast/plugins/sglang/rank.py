@@ -80,7 +80,7 @@ class SglangRank(SwitchRank):
     def requests_pulled(self, requests: list[Any] | None) -> None:
         """Called in each pass with the requests that the first rank is about to broadcast; the others wait for them."""
         if self._broadcasts:
-            if self.in_session and (requests or not self._boundary.rest()):
+            if self.at_work and (requests or not self._boundary.rest()):
                 self.yield_interpreter()
             self._boundary.pulled(requests)
 
