@@ -20,9 +20,49 @@ import sglang.srt.managers.scheduler, sglang.srt.managers.scheduler_components.r
 {change}
 from sglang.srt.plugins import load_plugins
 load_plugins()
-import sglang
+import pkgutil, sglang
 from sglang.srt.plugins.hook_registry import HookRegistry
-print(sglang.__version__, len(HookRegistry._patched), sorted(HookRegistry._patched))
+from weightcast.plugins.sglang import hook_points as points
+places = [points.RUNNER + ".load_model", points.SCHEDULER + ".__init__", points.RECEIVER + "._pull_raw_reqs",
+          points.SCHEDULER + "._maybe_namespace_elastic_radix_cache", points.UPDATER + ".release_memory_occupation",
+          points.UPDATER + ".resume_memory_occupation", points.ENGINE + "._launch_subprocesses",
+          points.HTTP + "_setup_and_run_http_server"]
+print(sglang.__version__, sum(hasattr(pkgutil.resolve_name(place), "__wrapped__") for place in places))
+"""
+
+# Another plug-in, which comes after ours, hooks the same function.
+ANOTHER = """
+import sglang.srt.managers.scheduler
+from sglang.srt.plugins import hook_registry, load_plugins
+load_plugins()
+from weightcast.plugins.sglang import endpoints
+from sglang.srt.entrypoints.engine import Engine
+registry, called = hook_registry.HookRegistry, []
+target = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+registry.register(target, lambda *_, **__: called.append("another"), hook_registry.HookType.BEFORE)
+registry.apply_hooks()
+class Settings:
+    enable_lora = True
+try:
+    Engine._launch_subprocesses(server_args=Settings())
+except Exception as error:
+    print(called, error)
+"""
+
+# A framework starts SGLang's own main process with multiprocessing.
+CHILD = """
+import multiprocessing, os, runpy, sys
+def child():
+    from sglang.srt.plugins import load_plugins
+    import sglang.srt.managers.scheduler
+    load_plugins()
+    from sglang.srt.entrypoints import http_server
+    print("hooked", hasattr(http_server._setup_and_run_http_server, "__wrapped__"), flush=True)
+    print("folder", os.path.isdir(os.environ["WEIGHTCAST_SGLANG_FOLDER"]), flush=True)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+print("ended", process.exitcode)
 """
 
 ABORT = """
@@ -79,7 +119,38 @@ def test_every_hook_takes(version: str, tmp_path: Path) -> None:
     done = load(tmp_path, version)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()[-1]
-    assert said.startswith(f"{version} 7 "), said
+    assert said == f"{version} 8"
+
+
+@pytest.mark.parametrize("version", PLAYED)
+def test_a_plug_in_that_comes_later_keeps_its_own_hooks(version: str, tmp_path: Path) -> None:
+    done = load(tmp_path, version, script=ANOTHER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("['another'] not shown to be right with weightcast's receiver: LoRA adapters"), said
+
+
+@pytest.mark.parametrize("version", PLAYED)
+def test_a_main_process_that_multiprocessing_started_is_hooked_as_one(version: str, tmp_path: Path) -> None:
+    done = load(tmp_path, version, script=CHILD)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-3:] == ["hooked True", "folder True", "ended 0"], done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("import sglang.srt.plugins.hook_registry as other; del other.HookType", "ImportError: cannot import name"),
+        ("import sglang.srt.plugins.hook_registry as other; del other.HookRegistry._patched", "AttributeError: "),
+        ("sys.modules['weightcast.plugins.sglang.rank'] = None", "ModuleNotFoundError: import of weightcast"),
+    ],
+)
+def test_an_error_that_is_not_ours_ends_the_start_too(tmp_path: Path, change: str, words: str) -> None:
+    """SGLang would log it and serve without the receiver."""
+    done = load(tmp_path, "0.5.23", change)
+    assert done.returncode == 1, done.stdout
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("weightcast cannot run in this SGLang: ")]
+    assert words in said
 
 
 def test_an_sglang_without_a_hook_point_does_not_start_and_says_why(tmp_path: Path) -> None:

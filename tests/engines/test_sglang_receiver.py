@@ -544,9 +544,10 @@ class TestMore:
             _, running = served.step_under(lambda: stream_of(engine), "in_place")
             assert running.ended().finish == "length"
             assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
-            with pytest.raises(UpdateFailed, match=r"pipeline parallelism.*in_place"):
-                served.step("retract")
-            served.version -= 1
+            for mode in ("retract", "wait", "abort"):
+                with pytest.raises(ConfigError, match=rf"pause='{mode}'.*pipeline parallelism.*in_place"):
+                    served.step(mode)
+                served.version -= 1
             assert served.info()["state"] == "serving"
 
     def test_metrics_are_on_sglangs_own_page(self, folders: dict[str, Path], tmp_path: Path) -> None:

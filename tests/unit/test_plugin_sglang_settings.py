@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weightcast.errors import ConfigError
 from weightcast.plugins import sglang as plugin
-from weightcast.plugins.sglang.settings import check_settings, has_draft, updates_draft
+from weightcast.plugins.sglang.endpoints import _no_pause
+from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
 from weightcast.plugins.staged_receiver import staging_setting
 
 
@@ -48,6 +50,52 @@ def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GRPC_PORT", "30001")
     with pytest.raises(ConfigError, match="SGLANG_GRPC_PORT"):
         check_settings(plain)
+
+
+class Given(SimpleNamespace):
+    """SGLang 0.5.23's ``ServerArgs``, which keeps what it was given, and its decisions beside it."""
+
+    def __init__(self, decided: dict[str, Any], **given: Any) -> None:
+        super().__init__(**given)
+        self.decided = decided
+
+    def resolve_once(self) -> None:
+        raise AssertionError("SGLang has decided already")
+
+
+class Decided:
+    """SGLang 0.5.23's ``ResolvingConfig``."""
+
+    def __init__(self, server_args: Given) -> None:
+        self._server_args = server_args
+
+    def __getattr__(self, name: str) -> Any:
+        given = self._server_args
+        return given.decided[name] if name in given.decided else getattr(given, name)
+
+
+@pytest.fixture
+def decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.arg_groups.overrides"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules["sglang.srt.arg_groups.overrides"])["resolving_view"] = Decided
+
+
+@pytest.mark.usefixtures("decides")
+def test_a_setting_that_sglang_turned_on_by_itself_is_refused() -> None:
+    check_settings(Given({}, enable_lora=None))
+    with pytest.raises(ConfigError, match="LoRA adapters"):
+        check_settings(Given({"enable_lora": True}, enable_lora=None, lora_paths=["a=/adapter"]))
+    with pytest.raises(ConfigError, match="expert parallelism"):  # and one that it was given
+        check_settings(Given({"ep_size": 1}, ep_size=2))
+    assert ranks_of(Given({"dp_size": 4}, dp_size=1, tp_size=2, pp_size=1)) == 8
+    assert set(_no_pause(Given({"pp_size": 2}, pp_size=1))) == {"abort", "retract", "wait"}
+
+
+def test_an_sglang_whose_decisions_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.overrides", None)
+    with pytest.raises(ConfigError, match=r"not as this plug-in expects: its decisions about settings cannot be read"):
+        check_settings(Given({}, enable_lora=None))
 
 
 DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head", "model_path": "/model"}
@@ -103,6 +151,25 @@ def test_staging_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WEIGHTCAST_STAGING", "none")
     with pytest.raises(ConfigError, match="'none'"):
         staging_setting()
+
+
+@pytest.mark.parametrize(
+    ("setting", "refused"),
+    [
+        ({}, set()),
+        ({"pp_size": 1}, set()),
+        ({"pp_size": 2}, {"abort", "retract", "wait"}),
+        (DRAFT, {"in_place"}),
+        (DRAFT | {"disable_overlap_schedule": True}, set()),
+    ],
+)
+def test_pauses_that_would_be_wrong_are_refused_at_connect(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], refused: set[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.23")
+    found = _no_pause(SimpleNamespace(**{"disable_overlap_schedule": False} | setting))
+    assert set(found) == refused
+    assert all("use " in why for why in found.values())
 
 
 @pytest.mark.parametrize("named", [None, "", "other", "other, weightcasts"])

@@ -43,6 +43,11 @@ class EngineNeeds:
             except (ImportError, AttributeError):
                 return ""
 
+    @property
+    def run_in_words(self) -> str:
+        """The versions in which our code was run."""
+        return " and ".join(self.run_versions)
+
     def check(self, needed: Mapping[str, tuple[str, ...]]) -> None:
         """Looks for functions and classes that our code needs.
 

@@ -17,21 +17,27 @@ NAME = "weightcast"
 def register() -> None:
     """Registers and applies our hooks in this process, if the user asked for them.
 
-    SGLang only logs an error of a plug-in and serves without it, so a failure here ends the process instead.
+    SGLang only logs an error of a plug-in and serves without it, so any failure here ends the process instead.
     """
     wanted = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")}
     if NAME not in wanted:
         return
-    from weightcast.errors import WeightcastError, error_words
+    try:
+        _hook()
+    except Exception as error:  # noqa: BLE001  SGLang would log it and serve without us
+        words = f"{error} ({hint})" if (hint := getattr(error, "hint", None)) else str(error)
+        kind = "" if type(error).__module__.startswith("weightcast.") else f"{type(error).__name__}: "
+        sys.exit(f"weightcast cannot run in this SGLang: {kind}{words}")
+
+
+def _hook() -> None:
     from weightcast.plugins.sglang import hook_points
 
-    main = multiprocessing.parent_process() is None
+    # Frameworks start SGLang's main process with multiprocessing as well.  Its own children get the folder from it.
+    main = multiprocessing.parent_process() is None or hook_points.FOLDER not in os.environ
     if not main and "sglang.srt.managers.scheduler" not in sys.modules:
         return  # the detokenizer, for one, needs no receiver
-    try:
-        hook_points.check(main=main)
-        from weightcast.plugins.sglang import hooks
+    hook_points.check(main=main)
+    from weightcast.plugins.sglang import hooks
 
-        hooks.apply(main=main)
-    except WeightcastError as error:
-        sys.exit(f"weightcast cannot run in this SGLang: {error_words(error)}")
+    hooks.apply(main=main)

@@ -19,7 +19,7 @@ from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
 from weightcast.plugins.sglang.other_updates import close_other_updates
-from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
+from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
 from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.switch_executor import SwitchExecutor
@@ -32,34 +32,47 @@ log = logging.getLogger("weightcast.plugins.sglang")
 _FIRST_VERSION = 0  # of the weights that SGLang was started with
 
 
+def before_loading(*arguments: Any, **named: Any) -> None:
+    """Before ``Engine._launch_subprocesses``: refuses settings before a model is loaded.
+
+    Where the plug-in is loaded within that function, ``before_serving`` and the ranks refuse them.
+    """
+    check_settings(named["server_args"] if "server_args" in named else arguments[1])
+
+
 def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **named: Any) -> None:
     """Before ``_setup_and_run_http_server``: all ranks are ready, and SGLang has not added its key check yet."""
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel
 
     check_settings(server_args)
+    settings = resolved(server_args)
     executor = SwitchExecutor(ranks_of(server_args), os.environ[FOLDER])
     hooks = SglangHooks(tokenizer_manager)
-    several = server_args.dp_size > 1
+    several = settings.dp_size > 1
     facts = engine_facts(
         executor,
-        notes=[f"{server_args.dp_size} data-parallel engines, updated together"] if several else (),
+        notes=[f"{settings.dp_size} data-parallel engines, updated together"] if several else (),
         engine=f"sglang {SGLANG.version()}",
-        model=server_args.served_model_name or server_args.model_path,
+        model=settings.served_model_name or settings.model_path,
         transports=transports_of(executor.hellos),
         no_pause=_no_pause(server_args),
         hazards=(keeps_draft("SGLang"),) if has_draft(server_args) and not updates_draft(server_args) else (),
     )
-    events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
+    events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(settings.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
-    guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(server_args))
+    guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(settings))
     _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
     close_other_updates(app, tokenizer_manager, AuthLevel.ADMIN_OPTIONAL)
 
 
 def _no_pause(server_args: Any) -> dict[PauseMode, str]:
     """Pause modes that SGLang as it was started cannot have, each with the reason."""
-    if not has_draft(server_args) or server_args.disable_overlap_schedule:
+    settings = resolved(server_args)
+    if (getattr(settings, "pp_size", None) or 1) > 1:
+        why = "with pipeline parallelism it would leave requests of another stage with their old KV cache"
+        return dict.fromkeys(("abort", "retract", "wait"), f'{why}; use pause="in_place"')
+    if not has_draft(server_args) or settings.disable_overlap_schedule:
         return {}
     return {
         "in_place": "a step with a draft model makes several tokens, and with its overlap loop SGLang would stamp some "

@@ -18,6 +18,7 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerR
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 HTTP = "sglang.srt.entrypoints.http_server:"
+ENGINE = "sglang.srt.entrypoints.engine:Engine"
 _MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _MESSAGES = "sglang.srt.managers.io_struct:"
 
@@ -42,6 +43,7 @@ _IN_RANKS: dict[str, tuple[str, ...]] = {
 }
 _IN_MAIN: dict[str, tuple[str, ...]] = {
     f"{HTTP}_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
+    f"{ENGINE}._launch_subprocesses": ("server_args",),
     f"{_MANAGER}._dispatch_to_scheduler": ("self", "obj"),
     f"{_MANAGER}.release_memory_occupation": ("self", "obj"),
     f"{_MANAGER}.resume_memory_occupation": ("self", "obj"),

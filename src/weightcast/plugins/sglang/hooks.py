@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -13,7 +14,9 @@ from typing import Any
 
 from weightcast.plugins.engine_needs import dotted
 from weightcast.plugins.sglang import rank
-from weightcast.plugins.sglang.hook_points import FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
+from weightcast.plugins.sglang.hook_points import ENGINE, FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
+
+log = logging.getLogger("weightcast.plugins.sglang")
 
 
 def apply(*, main: bool) -> None:
@@ -41,10 +44,19 @@ def apply(*, main: bool) -> None:
 
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="weightcast-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        hooks.append((f"{HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE))
+        hooks += [
+            (f"{ENGINE}._launch_subprocesses", endpoints.before_loading, HookType.BEFORE),
+            (f"{HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE),
+        ]
+        if SGLANG.version() not in SGLANG.run_versions:
+            log.warning("this is SGLang %s; our receiver was run in %s", SGLANG.version(), SGLANG.run_in_words)
     for place, hook, kind in hooks:
         HookRegistry.register(dotted(place), hook, kind)
     HookRegistry.apply_hooks()
     lost = [place for place, _, _ in hooks if dotted(place) not in HookRegistry._patched]
     if lost:
         raise SGLANG.other_version([f"the hook on {dotted(place)} did not take" for place in lost])
+    # SGLang passes over a function that has hooks already, so a plug-in that comes later would lose its own there.
+    for place, _, _ in hooks:
+        HookRegistry._hooks.pop(dotted(place), None)
+        HookRegistry._patched.discard(dotted(place))

@@ -21,7 +21,7 @@ from weightcast.plugins.sglang.boundary import Boundary
 from weightcast.plugins.sglang.draft_model import DraftModel
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
-from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
+from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
 from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
@@ -59,11 +59,11 @@ class SglangRank(SwitchRank):
             within + replica_of(runner, parallel) * int(parallel.tp_size) * self._stages,
             torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu"),
         )
-        self._loses_weights = loses_weights(runner.server_args)
+        self._loses_weights = loses_weights(resolved(runner.server_args))
         self._boundary = Boundary(self.step)
         self._requests: RequestsAtSwitch | None = None
         # Stamps of what is served, and of what the staging set has.
-        self._version = self._other = str(getattr(runner.server_args, "weight_version", None) or "default")
+        self._version = self._other = str(getattr(resolved(runner.server_args), "weight_version", None) or "default")
         self._draft = DraftModel(draft_runner) if draft_runner is not None else None
         self.receiver = self._make_receiver(runner, ranks)
         if has_draft(runner.server_args) and self._draft is None:
@@ -181,7 +181,7 @@ class SglangRank(SwitchRank):
             device=self.device,
             between_steps=self.between_steps,
             # The memory saver frees what it has allocated itself, and nothing else.
-            may_move=not getattr(runner.server_args, "enable_memory_saver", False),
+            may_move=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
             engine=self.engine,
             without=SGLANG.without,
         )
@@ -199,7 +199,7 @@ def replica_of(runner: Any, parallel: Any) -> int:
     """
     # Version 0.5.17 has it beside the runner's other ranks.
     number = getattr(getattr(runner, "ps", parallel), "dp_rank", None)
-    if number is None and (getattr(runner.server_args, "dp_size", None) or 1) > 1:
+    if number is None and (getattr(resolved(runner.server_args), "dp_size", None) or 1) > 1:
         raise ConfigError("SGLang does not say which data-parallel engine this process belongs to", hint=SGLANG.without)
     return int(number or 0)
 

@@ -1,9 +1,12 @@
 """The settings of SGLang under which our receiver was not shown to be right; the server does not start with them."""
 
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from weightcast.errors import ConfigError
@@ -36,6 +39,8 @@ _REFUSED: tuple[RefusedSetting, ...] = (
     ),
     (is_on("speculative_token_map"), "a table of a draft's words (--speculative-token-map)", "start SGLang without it"),
     (is_on("enable_lora"), "LoRA adapters (--enable-lora)", "merge the adapter in the trainer"),
+    # SGLang turns LoRA on for them, in some versions after this is looked at.
+    (is_on("lora_paths"), "LoRA adapters (--lora-paths)", "merge the adapter in the trainer"),
     (is_on("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start SGLang without it"),
     (is_on("ep_num_redundant_experts"), "redundant experts (--ep-num-redundant-experts)", "start SGLang without them"),
     (is_on("elastic_ep_backend"), "elastic expert parallelism (--elastic-ep-backend)", "start SGLang without it"),
@@ -53,19 +58,43 @@ _REFUSED: tuple[RefusedSetting, ...] = (
 )
 
 
+def resolved(server_args: Any) -> Any:
+    """The settings with which SGLang runs, which may differ from those that it was given.
+
+    SGLang 0.5.17 writes them into ``ServerArgs``.  0.5.23 keeps what it was given there, and its decisions beside them:
+    ``--lora-paths`` alone turns LoRA on, for example.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``, or what this function returned.
+
+    Raises:
+        ConfigError: This SGLang keeps its decisions elsewhere.
+    """
+    if not hasattr(server_args, "resolve_once"):
+        return server_args
+    try:
+        from sglang.srt.arg_groups.overrides import resolving_view
+    except ImportError as error:
+        raise SGLANG.other_version([f"its decisions about settings cannot be read ({error})"]) from error
+    return resolving_view(server_args)
+
+
 def has_draft(server_args: Any) -> bool:
     """True if there is a draft model of a kind that was tried with our receiver, and a version in which it was.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
     """
-    path = getattr(server_args, "speculative_draft_model_path", None)
+    return SGLANG.version() in _WITH_DRAFT and _has_draft(server_args) and _has_draft(resolved(server_args))
+
+
+def _has_draft(settings: Any) -> bool:
+    path = getattr(settings, "speculative_draft_model_path", None)
     return (
-        str(getattr(server_args, "speculative_algorithm", None)).upper() in ("EAGLE", "EAGLE3")
-        and path not in (None, getattr(server_args, "model_path", None))
-        and not getattr(server_args, "enable_multi_layer_eagle", False)
-        and (getattr(server_args, "pp_size", None) or 1) == 1
-        and SGLANG.version() in _WITH_DRAFT
+        str(getattr(settings, "speculative_algorithm", None)).upper() in ("EAGLE", "EAGLE3")
+        and path not in (None, getattr(settings, "model_path", None))
+        and not getattr(settings, "enable_multi_layer_eagle", False)
+        and (getattr(settings, "pp_size", None) or 1) == 1
     )
 
 
@@ -82,7 +111,7 @@ def updates_draft(server_args: Any) -> bool:
 
 
 def check_settings(server_args: Any) -> None:
-    """Refuses settings that were not shown to work.
+    """Refuses settings that were not shown to work, whether they were given or SGLang decided on them.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
@@ -95,10 +124,17 @@ def check_settings(server_args: Any) -> None:
         found.append(("SGLang's Rust front end (SGLANG_RUST_SERVER)", "unset the variable"))
     if os.environ.get("SGLANG_GRPC_PORT"):
         found.append(("a gRPC server beside HTTP (SGLANG_GRPC_PORT)", "unset the variable"))
-    SGLANG.check_settings(server_args, _REFUSED, more=found)
+    settings = resolved(server_args)
+    refused = [(_is_on_in_either(is_set, settings), what, hint) for is_set, what, hint in _REFUSED]
+    SGLANG.check_settings(server_args, refused, more=found)
+
+
+def _is_on_in_either(is_set: Callable[[Any], bool], settings: Any) -> Callable[[Any], bool]:
+    return lambda given: is_set(given) or is_set(settings)
 
 
 def ranks_of(server_args: Any) -> int:
     """Number of scheduler processes, those of all data-parallel engines together."""
-    sizes = (getattr(server_args, name, None) or 1 for name in ("dp_size", "tp_size", "pp_size"))
+    settings = resolved(server_args)
+    sizes = (getattr(settings, name, None) or 1 for name in ("dp_size", "tp_size", "pp_size"))
     return math.prod(int(size) for size in sizes)
