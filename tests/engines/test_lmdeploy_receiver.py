@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.e2e.engines import Engine, weightcast
 from tests.e2e.test_peer_copy import at_first_chunk
 from tests.e2e.test_peer_copy import relay as passing_chunks
 from tests.engines.lmdeploy_receiver_server import (
+    command,
     CONTEXT,
     LmdeployStream,
     choices,
@@ -181,6 +183,34 @@ def test_a_late_server_copies_what_a_busy_one_serves(served: Served, tmp_path: P
         assert late.digests() == served.engine.digests()
         assert fresh(late, PROMPTS, COUNT) == expected(served.model, PROMPTS, COUNT) != before
     served.answers_with_its_weights()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--adapters", "/nowhere"), "LoRA adapters"),
+        (("--quant-policy=8",), "a quantised KV cache"),
+        (("--ep=2",), "expert parallelism"),
+        (("--enable-eplb",), "experts that move between ranks"),
+        (("--enable-microbatch",), "two batches side by side"),
+        (("--role=Prefill",), "prefill and decode on servers of their own"),
+        (("--model-format=fp8",), "quantised weights"),
+        (("--device=ascend",), "another device than CUDA"),
+        (("--dllm-block-length=4",), "diffusion language models"),
+        (("--empty-init",), "a start without weights"),
+        (("--enable-return-routed-experts",), "returned experts"),
+        (("--speculative-algorithm=deepseek_mtp",), "a draft model"),
+    ],
+)
+def test_what_was_not_shown_to_be_right_does_not_start(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    tiny_model(tmp_path)
+    tiny_tokenizer(tmp_path)
+    argv, environment = command(tmp_path, options, quiet_port())
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    start = "weightcast cannot run in this LMDeploy: not shown to be right with weightcast's receiver: "
+    [said] = [line for line in done.stderr.splitlines() if line.startswith(start)]
+    assert words in said
 
 
 def test_a_padding_row_is_proven_and_one_with_values_is_refused(tmp_path: Path) -> None:
