@@ -19,10 +19,10 @@ from tests.e2e.engines import Engine, weightcast
 from tests.e2e.test_peer_copy import at_first_chunk
 from tests.e2e.test_peer_copy import relay as passing_chunks
 from tests.engines.lmdeploy_receiver_server import (
-    command,
     CONTEXT,
     LmdeployStream,
     choices,
+    command,
     end,
     expected,
     fresh,
