@@ -1,4 +1,4 @@
-"""Real vLLM on this CPU with stores outside of its own caches, which no pause mode empties.
+"""Real vLLM on this CPU with caches that outlast requests: its own, and stores that no pause mode empties.
 
 vLLM's ``ExampleConnector`` keeps KV caches in files.  After an update, a request with a known prompt would be answered
 from the caches of the old weights, with every proof of the weights in order.
@@ -7,20 +7,31 @@ from the caches of the old weights, with every proof of the weights in order.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.engines import push, weightcast
+from tests.e2e.engines import Engine, push, weightcast
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import greedy, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.engine]
 
 EXTENSION = "--worker-extension-cls=weightcast.plugins.vllm.worker_extension.Extension"
 LONG = [[(7 * place + 3) % 200 + 5 for place in range(200)]]  # more than a block of 128 tokens
 COUNT = 8
+BLOCK = 128
+
+
+def prefix_hits(engine: Engine) -> int:
+    """How many tokens of prompts vLLM has taken from its cache so far."""
+    page = engine.client.get(engine.url + "/metrics").text
+    found = re.search(r"^vllm:prefix_cache_hits_total\{.*\} ([\d.e+]+)$", page, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
 
 
 def store(folder: Path, kind: str) -> list[str]:
@@ -31,6 +42,35 @@ def store(folder: Path, kind: str) -> list[str]:
         f"{kind}_connector_extra_config": {"shared_storage_path": str(folder)},
     }
     return [f"--{kind}-transfer-config", json.dumps(settings)]
+
+
+def test_vllms_own_cache_of_prefixes_is_dropped_in_every_pause_mode_that_is_allowed(tmp_path: Path) -> None:
+    said: dict[str, list[list[int]]] = {}
+    for seed, name in enumerate("AB"):
+        model: Any = tiny_model(tmp_path / name, seed=seed, **SIZES)
+        tiny_tokenizer(tmp_path / name)
+        said[name] = [greedy(model, prompt, COUNT) for prompt in LONG]
+    assert said["A"] != said["B"]
+    with vllm(
+        tmp_path / "A", tmp_path, "--additional-config", json.dumps({"weightcast": {"staging": "none"}})
+    ) as engine:
+        served = "A"
+        for version, (name, pause) in enumerate((("B", "retract"), ("A", "abort"), ("B", "wait")), 1):
+            assert greedy_tokens(engine, LONG, COUNT) == said[served]
+            before = prefix_hits(engine)
+            assert greedy_tokens(engine, LONG, COUNT) == said[served]
+            assert prefix_hits(engine) == before + BLOCK, "the prompt is in no cache, so nothing can be stale"
+            push(tmp_path / name, [engine], version, "--pause", pause)
+            assert greedy_tokens(engine, LONG, COUNT) == said[name]
+            assert prefix_hits(engine) == before + BLOCK
+            served = name
+        examined = weightcast("doctor", engine.url)
+        assert "in_place is refused: in_place keeps the KV cache of the old weights" in examined.stdout
+        assert '--additional-config \'{"weightcast": {"staging": "device"}}\'' in examined.stdout
+        refused = weightcast("push", tmp_path / "A", "--to", engine.url, "--version", 4, "--pause", "in_place")
+        assert refused.returncode == 2
+        assert "--no-enable-prefix-caching" in refused.stderr
+        assert greedy_tokens(engine, LONG, COUNT) == said[served]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def _state(info: EngineInfo) -> Check:
         return _warn(
             "state",
             f"paused or asleep at {version}",
-            hint="POST /continue or /wake; an engine that is asleep accepts no update",
+            hint="resume or wake it by its own routes (vLLM: POST /resume or /wake_up; weightcast serve: /continue or "
+            "/wake); an engine that is asleep accepts no update",
         )
     return _ok("state", f"serving {version}, {info.digest or 'not proven yet'}")
 
@@ -237,7 +238,12 @@ def _staging(info: EngineInfo) -> Check:
         return _warn(
             "staging",
             "none: an update that fails half way quarantines the engine until the next full one",
-            hint="start it with --staging device or --staging host if there is memory for a second set of weights",
+            hint="let it stage on the device or the host if there is memory for a second set of weights: "
+            + (
+                '--additional-config \'{"weightcast": {"staging": "device"}}\', or "host"'
+                if info.engine.startswith("vllm ")
+                else "--staging device or --staging host"
+            ),
         )
     return _ok("staging", f"on the {info.staging}: an update that fails leaves the old version serving")
 
