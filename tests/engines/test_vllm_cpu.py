@@ -155,17 +155,17 @@ def test_an_update_changes_what_is_generated_and_what_is_kept(served: Served) ->
         assert "model.norm.weight" in names
 
 
-def test_behaviour_is_proven_with_the_engines_own_log_probabilities(served: Served) -> None:
-    model = AutoModelForCausalLM.from_pretrained(served.folders["B"], dtype=torch.float32).eval()
-    updater = WeightUpdater.connect(
+def test_behaviour_is_proven_after_every_update_of_a_live_module(served: Served) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(served.folders["B"], dtype=torch.float32).eval()
+    with WeightUpdater.connect(
         model, targets=[Target(served.engine.url)], transport="broadcast", verify="behaviour", timeout_s=60.0
-    )
-    try:
-        report = updater.update(version=served.version() + 1)
-    finally:
-        updater.close()
-    assert report.targets[0].proof == "behaviour"
-    assert served.serves("B")
+    ) as updater:
+        for name in "BAB":
+            trained = AutoModelForCausalLM.from_pretrained(served.folders[name], dtype=torch.float32)
+            model.load_state_dict(trained.state_dict())
+            report = updater.update(version=served.version() + 1)
+            assert report.targets[0].proof == "behaviour"
+            assert served.serves(name)
 
 
 def test_weights_that_do_not_fit_are_refused(served: Served, tmp_path: Path) -> None:
