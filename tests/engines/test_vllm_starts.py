@@ -72,3 +72,21 @@ def test_several_api_servers_are_refused(tmp_path: Path) -> None:
     log = (tmp_path / "vllm.log").read_text()
     assert "several API servers cannot update one engine" in log
     assert "set --api-server-count 1" in log
+
+
+def test_vllms_own_reload_puts_no_other_weights_under_a_version(tmp_path: Path) -> None:
+    said: dict[str, list[list[int]]] = {}
+    for seed, name in enumerate("AB"):
+        model: Any = tiny_model(tmp_path / name, seed=seed, **SIZES)
+        tiny_tokenizer(tmp_path / name)
+        said[name] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    assert said["A"] != said["B"]
+    with vllm(tmp_path / "A", tmp_path, extra={"VLLM_SERVER_DEV_MODE": "1"}) as engine:
+        push(tmp_path / "B", [engine], 1)
+        answer = engine.client.post(engine.url + "/collective_rpc", json={"method": "reload_weights"})
+        assert answer.status_code >= 400
+        assert "send an update" in answer.text
+        assert greedy_tokens(engine, PROMPTS, COUNT) == said["B"]
+        assert verify(tmp_path / "B", engine) == (0, set())
+        push(tmp_path / "A", [engine], 2)
+        assert greedy_tokens(engine, PROMPTS, COUNT) == said["A"]

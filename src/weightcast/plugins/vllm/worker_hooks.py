@@ -62,6 +62,17 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
             backend.wake(tags)
         return answer
 
+    reload = getattr(worker_class, "reload_weights", None)
+
+    def reload_weights(self: Any, *arguments: Any, **named: Any) -> Any:
+        if ours(self) is not None:  # the version and its proof would stay, with other weights under them
+            raise RuntimeError(
+                "with the backend weightcast, reload_weights would put other weights under the version that this "
+                "engine reports: send an update"
+            )
+        assert reload is not None
+        return reload(self, *arguments, **named)
+
     @functools.wraps(execute)
     def execute_model(self: Any, *arguments: Any, **named: Any) -> Any:
         backend = ours(self)
@@ -90,6 +101,8 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     worker_class.sleep = fall_asleep
     worker_class.wake_up = wake
     worker_class.execute_model = execute_model
+    if reload is not None:
+        worker_class.reload_weights = functools.wraps(reload)(reload_weights)
     setattr(worker_class, SWITCH, switch)
     setattr(worker_class, ADAPTER, adapter)
     setattr(worker_class, _DONE, True)
