@@ -159,7 +159,8 @@ class UpdateConfig:
             for ``direct``.  Call ``release`` before the trainer frees or moves them.
         cell_ranks: Most engine ranks in one process group of ``broadcast``, and of ``direct`` by messages, relay or
             mixed.  Engines beyond it get groups of their own, which fail alone.  An engine is never divided: one with
-            more ranks is a cell by itself.
+            more ranks is a cell by itself.  None takes 256 for ``broadcast`` and relay, which send all weights once
+            more for each group, and 64 for the others.
     """
 
     transport: TransportName = "auto"
@@ -183,7 +184,7 @@ class UpdateConfig:
     disk_readers: DiskReaders = "user"
     direct_by: DirectBy = "auto"
     keep_mapped: bool = False
-    cell_ranks: int = 64
+    cell_ranks: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -214,7 +215,7 @@ class UpdateConfig:
             raise ConfigError(f"max_extra_bytes={self.max_extra_bytes}: a limit is a positive number of bytes")
         if self.max_connections is not None and self.max_connections < 1:
             raise ConfigError(f"max_connections={self.max_connections}: a limit is a positive number of connections")
-        if self.cell_ranks < 1:
+        if self.cell_ranks is not None and self.cell_ranks < 1:
             raise ConfigError(f"cell_ranks={self.cell_ranks}: a cell has at least one engine rank")
         if not 0 <= self.min_proven_share <= 1:
             raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")

@@ -37,6 +37,7 @@ from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
+from weightcast.update import choose, sessions
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.status import EngineStatus
@@ -291,6 +292,37 @@ def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
         assert report.ok
         assert report.resent_bytes == 0
         assert serves_whole(back) == version
+
+
+def test_a_group_that_fails_with_nobody_to_blame_is_divided_for_the_next_update(engines, monkeypatch, caplog):
+    for place in (choose, sessions):
+        monkeypatch.setattr(place, "FEW_RANKS", 1)
+    start, cut = UpdateGroup.start_broadcast, list[str]()
+
+    def cut_between_engines(self: UpdateGroup, data: torch.Tensor, **options: Any) -> Any:
+        if self.world_size > 2:  # a group of the head and one engine never has the cut in it
+            cut.append(self.name)
+            self.abort("the link between the engines is cut")
+        return start(self, data, **options)
+
+    monkeypatch.setattr(UpdateGroup, "start_broadcast", cut_between_engines)
+    chosen, version = [engines.one, engines.host], next_version()
+    before = [serves_whole(engine) for engine in chosen]
+    model = trainer_of(version)
+    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0}
+    with connect(model, chosen, **options) as updater:
+        assert [len(cell) for cell in updater.cells] == [2]
+        with pytest.raises(UpdateFailed) as caught:
+            updater.update(version=version)
+        assert len(set(cut)) > 1, "the group is made again before it is given up"
+        assert {row.status for row in caught.value.report.targets} == {"untouched"}
+        assert [serves_whole(engine) for engine in chosen] == before
+        assert "later groups have at most 1 engine ranks" in caplog.text
+
+        report = updater.update(version=version)
+    assert report.ok
+    assert [row.proof for row in report.targets] == ["resident"] * 2
+    assert [serves_whole(engine) for engine in chosen] == [version] * 2
 
 
 def push_to(urls: list[str], version: int, folder: Path, *options: object) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from tests.clock import PATIENCE_S
 from tests.unit.exports import ALONE, CPU, allocate_slots
 from tests.unit.test_cli_plan import SPECS
+from tests.unit.test_direct_ways import engine, placement
 from tests.unit.test_exchange import Post, invited
 from weightcast.cli.app import app
 from weightcast.comm.group_moves import Move
@@ -26,8 +28,9 @@ from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError, TargetRejected
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
-from weightcast.transports.cells import divide
+from weightcast.transports.cells import cells_of, divide, most_ranks
 from weightcast.transports.channel import Channel
+from weightcast.transports.preflight import choose_transport
 from weightcast.update.estimate import make_plan
 from weightcast.update.exchange import Exchange
 from weightcast.wire.box import Box
@@ -52,9 +55,33 @@ def test_a_cell_has_an_engine_rank_or_more() -> None:
         UpdateConfig(cell_ranks=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "cells"),
+    [
+        ({"transport": "broadcast"}, [128]),
+        ({"transport": "broadcast", "cell_ranks": 64}, [64, 64]),
+        ({"transport": "direct", "direct_by": "relay"}, [128]),
+        ({"transport": "direct", "direct_by": "relay", "cell_ranks": 100}, [100, 28]),
+        ({"transport": "direct", "direct_by": "messages"}, [64, 64]),
+    ],
+)
+def test_a_fleet_is_divided_where_that_costs_no_bytes(options: dict[str, Any], cells: list[int]) -> None:
+    """Messages go to one engine rank alone; a broadcast, and the first of a chain, carry everything once more."""
+    config = UpdateConfig(**options)
+    place = placement(["cpu"], *[engine("cpu", host="another")] * 128, primitive=config.direct_by)
+    spec = choose_transport(config.transport, place)
+    links: Any = [
+        SimpleNamespace(url=url, adapter=SimpleNamespace(meeting="weightcast"), members=(0,)) for url in place.infos
+    ]
+    found = cells_of(links, lambda _: spec, lambda spec: most_ranks(spec, config.cell_ranks))
+    assert [len(cell) for cell in found] == cells
+
+
 def test_plan_shows_the_cells() -> None:
     settings: dict[str, Any] = {"model": "m", "engine": "native", "packing": Packing(), "bucket_bytes": 16384}
-    assert make_plan(SPECS, **settings, engine_ranks=130).cells == (64, 64, 2)
+    assert make_plan(SPECS, **settings, engine_ranks=130).cells == (130,)
+    assert make_plan(SPECS, **settings, engine_ranks=300).cells == (256, 44)
+    assert make_plan(SPECS, **settings, engine_ranks=130, cell_ranks=64).cells == (64, 64, 2)
     assert make_plan(SPECS, **settings, engine_ranks=24, tp=8, cell_ranks=20).cells == (16, 8)
     assert make_plan(SPECS, **settings, engine_ranks=16, tp=8, cell_ranks=4).cells == (8, 8)
 

@@ -124,12 +124,12 @@ MaxExtraBytes = Annotated[
     ),
 ]
 CellRanks = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--cell-ranks",
         metavar="N",
         help="Most engine ranks in one process group of a broadcast. An engine that fails ends its own group alone; "
-        "weights are sent once to each group.",
+        "weights are sent once to each group. Without it 256, and 64 for direct by messages.",
     ),
 ]
 WireDtype = Annotated[

@@ -44,7 +44,7 @@ def plan(
     ] = None,
     engines: Annotated[int, typer.Option("--targets", metavar="N", help="Number of engines.")] = 1,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks of each engine.")] = 1,
-    cell_ranks: CellRanks = 64,
+    cell_ranks: CellRanks = None,
     hosts: Annotated[
         int,
         typer.Option("--hosts", metavar="N", help="Hosts that trainer ranks and engine ranks are spread over, evenly."),
@@ -76,9 +76,10 @@ def plan(
         raise ConfigError(f"--engine {engine} is unknown: choose one of {', '.join(packings)}")
     if quantise not in (None, "fp8"):
         raise ConfigError(f"--quantise {quantise} is unknown: choose fp8, or leave it out")
-    if min(engines, tp, trainer_ranks, cell_ranks, hosts) < 1:
+    if min(engines, tp, trainer_ranks, hosts, 1 if cell_ranks is None else cell_ranks) < 1:
+        cells = "" if cell_ranks is None else f"--cell-ranks {cell_ranks}, "
         raise ConfigError(
-            f"--targets {engines}, --tp {tp}, --trainer-ranks {trainer_ranks}, --cell-ranks {cell_ranks} and "
+            f"--targets {engines}, --tp {tp}, --trainer-ranks {trainer_ranks}, {cells}"
             f"--hosts {hosts}: each of them must be at least 1"
         )
     if link_gb_per_s is not None and not link_gb_per_s > 0:

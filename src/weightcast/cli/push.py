@@ -115,7 +115,7 @@ def push(
             help="When one engine fails. raise: end the update. quarantine: continue with the healthy engines.",
         ),
     ] = "raise",
-    cell_ranks: CellRanks = 64,
+    cell_ranks: CellRanks = None,
     allow_older: Annotated[
         bool, typer.Option("--allow-older", help="Accept a version lower than the one served.")
     ] = False,

@@ -23,7 +23,7 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.protocols import Meeting
 from weightcast.transports.blame import raise_together
-from weightcast.transports.cells import divide
+from weightcast.transports.cells import MANY_RANKS, divide
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.pump import Pumped
@@ -106,7 +106,7 @@ class BroadcastTransport(Pumped):
             host=config.rendezvous_host or wiring.address(),
             bucket_bytes=wiring.bucket_bytes,
             timeout_s=config.timeout_s,
-            cell_ranks=config.cell_ranks,
+            cell_ranks=wiring.cell_ranks,
             mends=config.on_failure == "quarantine",
             **more,
         )
@@ -228,7 +228,7 @@ SPEC = TransportSpec(
     delivery="group",
     mixes=True,
     zero_copy=True,
-    cells=True,
+    cells=MANY_RANKS,
     suits=lambda _: True,
     build=lambda wiring: BroadcastTransport.of(wiring, in_flight=wiring.in_flight),
     check=_check,

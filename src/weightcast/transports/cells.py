@@ -15,6 +15,9 @@ from weightcast.transports.spec import TransportSpec
 
 _Item = TypeVar("_Item")
 
+MANY_RANKS = 256  # in a cell, where weights are sent once more for each cell
+FEW_RANKS = 64  # where they are not
+
 
 @runtime_checkable
 class Mending(Protocol):
@@ -59,15 +62,28 @@ def divide(items: Iterable[_Item], ranks_of: Callable[[_Item], int], cell_ranks:
     return cells
 
 
+def most_ranks(spec: TransportSpec, asked: int | None, limit: int = MANY_RANKS) -> int:
+    """Returns the most engine ranks in a cell of a transport.
+
+    Args:
+        asked: The caller's number; None if it is left to the transport.
+        limit: The most where it is.
+    """
+    return asked or max(1, min(limit, spec.cells))
+
+
 def cells_of(
-    links: Sequence[Link], transport_of: Callable[[str], TransportSpec], cell_ranks: int
+    links: Sequence[Link], transport_of: Callable[[str], TransportSpec], most: Callable[[TransportSpec], int]
 ) -> tuple[tuple[str, ...], ...]:
-    """URLs of the targets in each cell; none for targets whose transport makes no group."""
+    """URLs of the targets in each cell; none for targets whose transport makes no group.
+
+    ``most`` returns the most engine ranks in a cell of a transport.
+    """
     found: list[tuple[str, ...]] = []
     ways = dict.fromkeys((transport_of(link.url), link.adapter.meeting) for link in links)
     for spec, meeting in ways:
         its = [link for link in links if transport_of(link.url) is spec and link.adapter.meeting == meeting]
         if spec.cells:
-            cells = divide(its, lambda link: len(link.members), cell_ranks)
+            cells = divide(its, lambda link: len(link.members), most(spec))
             found += (tuple(link.url for link in cell) for cell in cells)
     return tuple(found)

@@ -33,6 +33,7 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.protocols import Transport
 from weightcast.transports.broadcast import SPEC as BROADCAST
 from weightcast.transports.broadcast import BroadcastTransport
+from weightcast.transports.cells import FEW_RANKS, MANY_RANKS
 from weightcast.transports.channel import Channel
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
@@ -206,11 +207,11 @@ _MESSAGES = TransportSpec(
     primitive="messages",
     scattered=True,
     exchanges=True,
-    cells=True,
+    cells=FEW_RANKS,
     delivery="group",
     check=_check_messages,
     build=_exchange,
 )
 _MIXED = replace(_MESSAGES, primitive="mixed", legs=True, suits=_suits_mixed, check=_check_mixed)
-_RELAY = replace(_MESSAGES, primitive="relay", relays=True, build=partial(_exchange, relays=True))
+_RELAY = replace(_MESSAGES, primitive="relay", relays=True, cells=MANY_RANKS, build=partial(_exchange, relays=True))
 SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _RELAY, _MIXED, _MESSAGES))

@@ -129,6 +129,7 @@ class Wiring:
         device: The device of the buckets.
         bucket_bytes: Size of a bucket, in bytes.
         in_flight: Buckets that may be announced to all targets of the update before the first answer: 1 or 2.
+        cell_ranks: Most engine ranks in one process group.
         address: Returns an address of this process that every target can reach.
     """
 
@@ -139,6 +140,7 @@ class Wiring:
     bucket_bytes: int
     num_trainers: int
     in_flight: int
+    cell_ranks: int
     address: Callable[[], str]
 
 
@@ -166,7 +168,8 @@ class TransportSpec:
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
         relays: True if engine ranks of one role then pass on to each other what trainer ranks send.
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
-        cells: True if engine ranks join process groups, each of which has a limited number of them.
+        cells: Most engine ranks in each of the process groups that they join, unless the caller asks for another
+            number; 0 if they join none.
         primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
         primitive: Name of the way, if it is one of several; empty otherwise.
         legs: True if each engine rank reads the buffers of trainer ranks on its own host, and gets from the others what
@@ -190,7 +193,7 @@ class TransportSpec:
     exchanges: bool = False
     relays: bool = False
     mapped: bool = False
-    cells: bool = False
+    cells: int = 0
     primitives: tuple[TransportSpec, ...] = ()
     primitive: str = ""
     legs: bool = False

@@ -18,7 +18,7 @@ from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import LegReport
 from weightcast.transports.blame import raise_together
-from weightcast.transports.cells import cells_of
+from weightcast.transports.cells import FEW_RANKS, MANY_RANKS, cells_of, most_ranks
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.mixed import MixedTransport
 from weightcast.transports.preflight import (
@@ -43,7 +43,12 @@ Probed = dict[str, EngineInfo | WeightcastError]  # by URL
 
 
 class Plan:
-    """The targets, their links and the transport that reaches each of them."""
+    """The targets, their links and the transport that reaches each of them.
+
+    Attributes:
+        receivers: The trainer ranks that fill buckets.
+        cell_limit: Most engine ranks in a cell, unless the caller asked for another number.
+    """
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class Plan:
         self._free_bytes = free_bytes
         self._bucket_bytes = 0
         self._zero_copy = False
+        self.cell_limit = MANY_RANKS
 
     @property
     def gathers(self) -> bool:
@@ -98,6 +104,14 @@ class Plan:
     def transport_of(self, url: str) -> TransportSpec:
         """The transport that reaches a target."""
         return self._reach.of(url)
+
+    def most_ranks(self, spec: TransportSpec) -> int:
+        """The most engine ranks in a cell of a transport."""
+        return most_ranks(spec, self._config.cell_ranks, self.cell_limit)
+
+    def divide_cells(self) -> None:
+        """Makes cells small from the next attempt on, unless the caller asked for a size."""
+        self.cell_limit = FEW_RANKS
 
     def legs_to(self, link: Link) -> tuple[LegReport, ...]:
         """The way to each rank of a target that was chosen for, from each trainer rank; as ``TargetReport.legs``."""
@@ -224,7 +238,7 @@ class Plan:
             ways=tuple(ways),
             opens=opens["torch"],
             ring_opens=opens["ring"],
-            cells=cells_of(links, self.transport_of, self._config.cell_ranks),
+            cells=cells_of(links, self.transport_of, self.most_ranks),
             resumes=self._config.on_failure == "quarantine" and any(one.cells for one in chosen),
             served=max((info.version for info in healthy.values() if info.version is not None), default=None),
         )
@@ -298,6 +312,7 @@ class Plan:
                 bucket_bytes=self._bucket_bytes,
                 num_trainers=len(self._places),
                 in_flight=in_flight,
+                cell_ranks=self.most_ranks(spec),
                 address=lambda: _address_for(links),
             )
         )

@@ -130,7 +130,7 @@ def make_plan(
     trainer_ranks: int = 1,
     computed: bool = False,
     tp: int = 1,
-    cell_ranks: int = 64,
+    cell_ranks: int | None = None,
     hosts: int = 1,
     family: str | None = None,
     not_covered: tuple[str, ...] = (),
@@ -150,7 +150,8 @@ def make_plan(
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
     """
     from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
-    from weightcast.transports.cells import divide
+    from weightcast.transports.broadcast import SPEC as BROADCAST
+    from weightcast.transports.cells import divide, most_ranks
     from weightcast.wire.layout import plan_buckets, total_bytes
 
     default = {
@@ -196,7 +197,7 @@ def make_plan(
         engine_ranks=engine_ranks,
         link_bytes=size_bytes,
         all_links_bytes=size_bytes * engine_ranks,
-        cells=tuple(map(sum, divide([tp] * (engine_ranks // tp), int, cell_ranks))),
+        cells=tuple(map(sum, divide([tp] * (engine_ranks // tp), int, most_ranks(BROADCAST, cell_ranks)))),
         link_gb_per_s=link_gb_per_s,
         seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
         direct=_direct(

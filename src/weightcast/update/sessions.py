@@ -19,7 +19,7 @@ from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exchanging, Transport
 from weightcast.transports.blame import raise_together, run_each, start_each, wait_each
-from weightcast.transports.cells import Mending
+from weightcast.transports.cells import FEW_RANKS, Mending
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome
@@ -268,6 +268,15 @@ class Sessions:
             assert failure is not None
             found = find(failure, cell.links)
             stuck = cell.is_stuck and not found
+            if stuck and self._config.cell_ranks is None and self._plan.cell_limit > FEW_RANKS:
+                log.warning(
+                    "a process group of %d engines failed again and again, and none of them is to blame: later groups "
+                    "have at most %d engine ranks: %s",
+                    len(cell.links),
+                    FEW_RANKS,
+                    failure,
+                )
+                self._plan.divide_cells()
             culprits |= dict.fromkeys((link.url for link in cell.links), failure) if stuck else found
         if all(link.url in culprits for link in self.links):
             raise_together([cell.failure for cell in broken])
@@ -344,7 +353,7 @@ class Sessions:
         return self._transport
 
     def _sign(self) -> tuple[object, ...]:
-        return tuple(
+        return self._plan.cell_limit, *(
             (link.url, link.info.incarnation, spec.name, spec.primitive, link.near, link.reads)
             for link in self.links
             if (spec := self._plan.transport_of(link.url))

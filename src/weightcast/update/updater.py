@@ -148,7 +148,7 @@ class WeightUpdater:
         disk_readers: DiskReaders = "user",
         direct_by: DirectBy = "auto",
         keep_mapped: bool = False,
-        cell_ranks: int = 64,
+        cell_ranks: int | None = None,
         progress: Progress | None = None,
         on_event: Listeners = None,
         alone: bool = False,
