@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,15 +14,17 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.clock import PATIENCE_S
 from tests.e2e import engines as reference
-from tests.e2e.test_direct import in_shared_memory
-from tests.harness import connect, next_version, on_every_rank, serves_whole, trainer_of
+from tests.e2e.test_direct import in_shared_memory, needs_nixl, sharded
+from tests.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of
 from tests.hosts import become_another_user
 from tests.placed import PlacedEngine, move_to_another_host, needs_root
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
+from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.watch.events import Asked, UpdateEnded
+from weightcast.wire.bucket_sources import RemoteMemory
 
 pytestmark = [pytest.mark.deadlines, needs_root]
 
@@ -276,6 +279,69 @@ def test_direct_gives_way_for_all_and_ipc_for_the_engine_that_cannot_map_either(
     notes = [[note.split(",")[0] for note in row["notes"]] for row in json.loads(answers[0][1])["targets"]]
     assert notes == [[], ["direct gave way to ipc", "ipc gave way to broadcast"]]
     assert [serves_whole(engine) for engine in chosen] == [version] * 2
+
+
+def update_by(urls: list[str], versions: list[int], options: dict, lost_at: int) -> list[str]:
+    """Updates sharded weights; from bucket ``lost_at`` of the job on, rank 1's memory is not where NIXL looks for it."""
+    memory, told = Arena.memory, list[int]()
+
+    def lost(self: Arena, index: int) -> RemoteMemory:
+        told.append(index)
+        found = memory(self, index)
+        if dist.get_rank() != 1 or len(told) <= lost_at:
+            return found
+        return msgspec.structs.replace(found, first_byte=1 << 40)
+
+    model, found = sharded(versions[0], (dist.get_world_size(),)), list[str]()
+    Arena.memory = lost
+    try:
+        with WeightUpdater.connect(model, urls, bucket_bytes=30_000, timeout_s=PATIENCE_S, **options) as updater:
+            for version in versions:
+                set_shards(model, version)
+                found += [updater.transport, on_every_rank(updater.update(version=version))]
+    finally:
+        Arena.memory = memory
+    return [*found, str(len(told))]
+
+
+@needs_nixl
+@pytest.mark.parametrize("lost_at", [0, 4])
+def test_rdma_that_fails_gives_way_in_the_same_update(fresh, lost_at):
+    """At its first bucket, or in the middle."""
+    chosen, versions = [fresh("--local"), fresh("--tp", "2")], [next_version(), next_version()]
+    assert [serves_whole(engine) for engine in chosen] == [0, 0]
+    ranks = Ranks(2)
+    try:
+        answers = ranks.run(update_by, [engine.url for engine in chosen], versions, {"direct_by": "rdma"}, lost_at)
+    finally:
+        ranks.close()
+    assert answers[0][:4] == answers[1][:4]
+    before, first, after, second, told = answers[1]
+    assert (before, after) == ("direct", "ipc")
+    assert int(told) > lost_at
+    for report in (first, second):
+        rows = json.loads(report)["targets"]
+        assert [(row["transport"], row["proof"]) for row in rows] == [("ipc", "resident")] * 2
+    notes = [note for row in json.loads(first)["targets"] for note in row["notes"]]
+    assert notes
+    assert all(note.startswith("direct gave way to ipc") for note in notes)
+    assert "failed while reading from" in notes[0]  # the engine's own words
+    assert "gave way" not in second
+    assert [serves_whole(engine) for engine in chosen] == [versions[1]] * 2
+
+
+@needs_nixl
+def test_rdma_that_was_asked_for_by_name_does_not_give_way(fresh):
+    engine, version = fresh("--tp", "2"), next_version()
+    before = serves_whole(engine)
+    ranks = Ranks(2)
+    try:
+        with pytest.raises(Exception, match="failed while reading from") as raised:
+            ranks.run(update_by, [engine.url], [version], {"transport": "direct", "direct_by": "rdma"}, 4)
+    finally:
+        ranks.close()
+    assert engine.url in str(raised.value)
+    assert serves_whole(engine) == before == 0
 
 
 def test_engine_that_comes_late_and_cannot_map_memory_catches_up_by_broadcast(engines, placed):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weightcast.comm.ipc import MappingFailed
+from weightcast.comm.remote_reads import RemoteReadFailed
 from weightcast.comm.update_group import GroupFailed
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
@@ -168,7 +169,7 @@ class WeightReceiver:
             return self._ack(ok=False, refused=True, error=_text(error))
         except (GroupFailed, DeadlineExceeded) as error:
             return self._ack(ok=False, cause="group", error=_text(error))
-        except MappingFailed as error:
+        except (MappingFailed, RemoteReadFailed) as error:
             return self._ack(ok=False, cause="mapping", error=_text(error))
         except Exception as error:  # noqa: BLE001  the model's loader and its finishers are other people's code
             return self._ack(ok=False, error=_text(error))

@@ -147,10 +147,12 @@ def _suits_shards(placement: Placement) -> bool:
 def _suits(placement: Placement) -> bool:
     """True where the caller keeps the weights mapped and every engine can read them: one pass over the bytes.
 
-    On GPUs only trainers on one host have been shown to work.
+    On GPUs only trainers on one host have been shown to work.  A way that the caller has named is for ``check``.
     """
+    if not all("direct" in info.transports for info in placement.infos.values()):
+        return False
     shown = placement.device.type == "cpu" or not placement.on_many_hosts
-    return shown and _suits_shards(placement) and all("direct" in info.transports for info in placement.infos.values())
+    return placement.primitive != "auto" or (shown and _suits_shards(placement))
 
 
 def _check_mixed(placement: Placement) -> None:

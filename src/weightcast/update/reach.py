@@ -162,12 +162,17 @@ class Reach:
     ) -> TransportSpec | None:
         """The transport that leaves shards where they are and suits all targets; None if none does."""
         others = {spec.name for spec in TRANSPORTS if not spec.scattered}
+        left = {*without, *others}
         try:
-            spec = choose_transport("auto", placement, without={*without, *others})
+            spec = choose_transport("auto", placement, without=left)
             for link in links:
                 check_scattered(link, self._specs, self._config, self._exporter)
         except ConfigError as error:
-            log.debug("shards are gathered: %s", error)
+            way = self._config.direct_by
+            if way == "auto" or "direct" in left:
+                log.debug("shards are gathered: %s", error)
+            else:
+                log.warning("direct by %s does not reach every engine, so shards are gathered: %s", way, error)
             return None
         return spec
 
