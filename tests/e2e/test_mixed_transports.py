@@ -282,7 +282,7 @@ def test_direct_gives_way_for_all_and_ipc_for_the_engine_that_cannot_map_either(
 
 
 def update_by(urls: list[str], versions: list[int], options: dict, lost_at: int) -> list[str]:
-    """Updates sharded weights; from bucket ``lost_at`` of the job on, rank 1's memory is not where NIXL looks for it."""
+    """Updates sharded weights; from its bucket ``lost_at`` on, rank 1's memory is not where NIXL looks for it."""
     memory, told = Arena.memory, list[int]()
 
     def lost(self: Arena, index: int) -> RemoteMemory:

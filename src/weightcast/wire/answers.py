@@ -24,8 +24,8 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         rank: Tensor-parallel rank.
         ok: False if the rank refused or failed; ``error`` says why.
         refused: True if the rank refused before it changed anything.
-        cause: The part that failed: the rank itself, its process group (another member is to blame), or the mapping of
-            trainer memory (another transport may work).
+        cause: The part that failed: the rank itself, its process group (another member is to blame), or the mapping or
+            remote reading of trainer memory (another transport may work).
         touched: True if this session may have changed live parameters.
         missing: Names of source tensors that did not arrive whole.
         not_updated: Names of parameters and buffers that no source tensor writes.
