@@ -308,6 +308,7 @@ def _gather(result: Result) -> str:
 def _direct(result: Result) -> str:
     asked = result["arguments"]
     size = result["model_bytes"]
+    counted = all("processor_s" in run for row in result["ways"] for run in row["runs"])
     rows = [
         [
             row["way"],
@@ -316,6 +317,7 @@ def _direct(result: Result) -> str:
             f"{row['times_faster']:.2f}",
             f"{row['loopback_bytes'] / size:.2f}",
         ]
+        + ([f"{statistics.median(run['processor_s'] for run in row['runs']):.2f}"] if counted else [])
         for row in result["ways"]
     ]
     lines = (
@@ -324,7 +326,20 @@ def _direct(result: Result) -> str:
         f"{_ms(result['plain_copy_s'])} ms.\n"
     )
     header = ["way", "usable, ms", "returned, ms", "times the first", "loopback, models"]
-    return f"{lines}\n{_machine(result)}\n{table(header, rows)}"
+    header += ["processors, s"] if counted else []
+    found = f"{lines}\n{_machine(result)}\n{table(header, rows)}"
+    if result.get("reads"):
+        ours, alone = (statistics.median(row[f"{what}_s"] for row in result["reads"]) for what in ("repeat", "alone"))
+        found += (
+            "\n"
+            + wrapped(
+                f"The reads of an update by rdma, repeated without the rest of it, took {_ms(ours)} ms; NIXL alone, for as "
+                f"many bytes in one prepared list for each pair of processes, {_ms(alone)} ms: {alone / ours:.2f} of NIXL's "
+                "rate, medians in turns."
+            )
+            + "\n"
+        )
+    return found
 
 
 def _pairs(result: Result) -> str:
