@@ -262,3 +262,31 @@ def test_plan_divides_the_bytes_of_several_hosts_into_memory_and_messages():
     assert (two.memory_bytes, two.message_bytes) == (16_000, 16_000)
     beyond = make_plan([spec("m", 100, 40)], **of, engine_ranks=2, tp=2, trainer_ranks=1, hosts=2).direct
     assert (beyond.memory_bytes, beyond.message_bytes) == (8000, 8000)
+
+
+def test_plan_shows_the_busiest_host_and_what_a_relay_saves(tmp_path):
+    of = {"model": "m", "engine": "native", "packing": Packing(), "bucket_bytes": 1 << 20, "link_gb_per_s": 1e-6}
+    one = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4).direct
+    assert (one.out_of_host_bytes, one.into_host_bytes, one.host_seconds) == (0, 0, None)
+    # Two engine ranks on each host get half of their 8,000 bytes from the other host.
+    two = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4, hosts=2).direct
+    assert (two.out_of_host_bytes, two.into_host_bytes) == (8000, 8000)
+    assert two.host_seconds == pytest.approx(8.0)
+    # One trainer rank sends all that the second host needs.
+    beyond = make_plan([spec("m", 100, 40)], **of, engine_ranks=6, tp=2, trainer_ranks=1, hosts=3).direct
+    assert (beyond.out_of_host_bytes, beyond.into_host_bytes) == (4 * 8000, 2 * 8000)
+    assert beyond.host_seconds == pytest.approx(32.0)
+    # A chain gets everything once, however many engines it has; there is one for each of the two TP ranks.
+    assert two.relay_out_of_trainer_rank_bytes == 2 * 8000 // 4
+    few = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4, cell_ranks=2).direct
+    assert few.relay_out_of_trainer_rank_bytes == few.out_of_trainer_rank_bytes == 2 * 2 * 8000 // 4
+
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(1000, 100)}, path)
+    done = run("plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2")
+    assert "at most 390.6 KiB out of a host and 390.6 KiB into one" in done.output
+    assert "direct relay: 97.7 KiB out of each trainer rank" in done.output
+    done = run(
+        "plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2", "--link-gb-per-s", "1"
+    )
+    assert "0.4 ms at 1 GB/s if each host has one link" in done.output

@@ -186,6 +186,9 @@ def _show_direct(result: Plan) -> None:
         say(f"direct: not possible, because {direct.refused}")
         return
     takes = "" if direct.seconds is None else f", {_time(direct.seconds)} at {result.link_gb_per_s:g} GB/s"
+    between = ""
+    if direct.host_seconds is not None:
+        between = f", {_time(direct.host_seconds)} at {result.link_gb_per_s:g} GB/s if each host has one link"
     say(
         f"direct: {format_bytes(direct.into_engine_rank_bytes)} into each engine rank, "
         f"{format_bytes(direct.out_of_trainer_rank_bytes)} out of each trainer rank, if all hold equal parts; "
@@ -194,8 +197,11 @@ def _show_direct(result: Plan) -> None:
     if direct.memory_bytes or direct.message_bytes:
         say(
             f"direct mixed: {format_bytes(direct.memory_bytes)} by memory within the hosts, "
-            f"{format_bytes(direct.message_bytes)} by messages between them, if ranks are spread in their order"
+            f"{format_bytes(direct.message_bytes)} by messages between them, if ranks are spread in their order; at "
+            f"most {format_bytes(direct.out_of_host_bytes)} out of a host and {format_bytes(direct.into_host_bytes)} "
+            f"into one{between}"
         )
+    say(f"direct relay: {format_bytes(direct.relay_out_of_trainer_rank_bytes)} out of each trainer rank")
     if direct.computed:
         say(
             f"direct by shards: {count_of(len(direct.computed), 'tensor')} by bucket, because "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +39,11 @@ class DirectPlan:
         memory_bytes: Bytes that all engine ranks together read in memory of their own hosts, if trainer ranks and
             engine ranks are spread over several hosts, in equal numbers and in their order; 0 for one host.
         message_bytes: Bytes that they get from other hosts then.
+        out_of_host_bytes: The most of these that leave one host.
+        into_host_bytes: The most of these that one host gets.
+        host_seconds: Transfer time of the busiest host with one link; None without a bandwidth or for one host.
+        relay_out_of_trainer_rank_bytes: Bytes that each trainer rank sends if engine ranks pass them on
+            (``direct_by="relay"``).
     """
 
     refused: str = ""
@@ -48,6 +54,10 @@ class DirectPlan:
     computed: tuple[str, ...] = ()
     memory_bytes: int = 0
     message_bytes: int = 0
+    out_of_host_bytes: int = 0
+    into_host_bytes: int = 0
+    host_seconds: float | None = None
+    relay_out_of_trainer_rank_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +179,7 @@ def make_plan(
     dtypes: dict[str, int] = {}
     for spec in specs:
         dtypes[spec.dtype] = dtypes.get(spec.dtype, 0) + spec.size_bytes
+    cells = tuple(map(sum, divide([tp] * (engine_ranks // tp), int, most_ranks(BROADCAST, cell_ranks))))
     return Plan(
         model=model,
         engine=engine,
@@ -197,7 +208,7 @@ def make_plan(
         engine_ranks=engine_ranks,
         link_bytes=size_bytes,
         all_links_bytes=size_bytes * engine_ranks,
-        cells=tuple(map(sum, divide([tp] * (engine_ranks // tp), int, most_ranks(BROADCAST, cell_ranks)))),
+        cells=cells,
         link_gb_per_s=link_gb_per_s,
         seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
         direct=_direct(
@@ -209,6 +220,7 @@ def make_plan(
             trainer_ranks=trainer_ranks,
             link_gb_per_s=link_gb_per_s,
             computed=computed,
+            relay_cells=len(cells),
         ),
     )
 
@@ -223,24 +235,33 @@ def _direct(
     trainer_ranks: int,
     link_gb_per_s: float | None,
     computed: bool,
+    relay_cells: int,
 ) -> DirectPlan:
     if engine != "native":
         return DirectPlan(refused=f"{engine} without our receiver takes gathered buckets only")
     into = sum(-(-spec.size_bytes // tp) if len(spec.shape) > 1 else spec.size_bytes for spec in specs)
     out = -(-into * engine_ranks // trainer_ranks)
     most = max(into, out)
-    memory = 0
+    memory = out_of_host = into_host = 0
     if hosts > 1:
-        trainers = [rank * hosts // trainer_ranks for rank in range(trainer_ranks)]
-        engines_on = [rank * hosts // engine_ranks for rank in range(engine_ranks)]
-        memory = sum(into * trainers.count(host) // trainer_ranks for host in engines_on)
+        trainers = Counter(rank * hosts // trainer_ranks for rank in range(trainer_ranks))
+        readers = Counter(rank * hosts // engine_ranks for rank in range(engine_ranks))
+        own = {host: into * trainers[host] // trainer_ranks for host in range(hosts)}  # of each engine rank's bytes
+        memory = sum(own[host] * number for host, number in readers.items())
+        out_of_host = max(own[host] * (engine_ranks - readers[host]) for host in range(hosts))
+        into_host = max((into - own[host]) * readers[host] for host in range(hosts))
+    rate = None if link_gb_per_s is None else link_gb_per_s * 1e9
     return DirectPlan(
         memory_bytes=memory,
+        out_of_host_bytes=out_of_host,
+        into_host_bytes=into_host,
+        host_seconds=None if rate is None or hosts == 1 else max(out_of_host, into_host) / rate,
+        relay_out_of_trainer_rank_bytes=-(-into * tp * relay_cells // trainer_ranks),
         message_bytes=into * engine_ranks - memory if hosts > 1 else 0,
         into_engine_rank_bytes=into,
         out_of_trainer_rank_bytes=out,
         busiest="trainer rank" if out >= into else "engine rank",
-        seconds=None if link_gb_per_s is None else most / (link_gb_per_s * 1e9),
+        seconds=None if rate is None else most / rate,
         computed=_quantised(specs) if computed else (),
     )
 
