@@ -24,7 +24,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class RecordedReads:
-    """What one engine rank read in its last update.
+    """Notes the reads of one engine rank in its last update.
 
     ``reader.read`` is wrapped: it does what it did and notes its arguments.
     """
