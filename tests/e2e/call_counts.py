@@ -23,6 +23,7 @@ from torch import nn
 from tests.clock import PATIENCE_S, wait_until
 from tests.unit.session_bench import Hooks, Ranks
 from weightcast import UpdateReport, WeightUpdater
+from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.peer_routes import peer_routes
@@ -122,6 +123,7 @@ class Served:
             staging="device",
             transports=("ipc", "direct", "broadcast"),
             specs=tuple(specs),
+            reads_remote=not nixl.missing(),
         )
         self.handler = SessionHandler(ranks, Hooks(), facts)
         app = FastAPI()

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.e2e.call_counts import FEW, MANY, Calls, Served, counts_of, grown
 from weightcast import UpdateReport, WeightUpdater
+from weightcast.comm import nixl
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.lab.bench.synthetic import nested
 from weightcast.runtime.lru import Lru
@@ -71,6 +72,37 @@ def test_no_update_calls_a_function_for_each_tensor(calls, transport, verify):
     assert grown(few[0], many[0]), "connect looks at each tensor, so this test can fail"
     for version, (first, second) in enumerate(zip(few[1:], many[1:], strict=True), start=1):
         assert not grown(first, second), f"update {version}"
+
+
+def reads_of(counts: Counter[str], function: str) -> int:
+    """Number of calls of a function that reads trainer ranks' memory through NIXL."""
+    return sum(
+        count
+        for name, count in counts.items()
+        if name.startswith("comm/remote_reads.py:") and name.endswith(f" {function}")
+    )
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "messages",
+        "relay",
+        pytest.param("rdma", marks=pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())),
+    ],
+)
+def test_later_updates_repeat_messages_and_reads_without_a_look_at_each_tensor(calls, way):
+    """Whose pieces are worked out in the first update: the group and the readers are new there."""
+    few, _ = module_counts(calls, FEW, "direct", direct_by=way)
+    many, reports = module_counts(calls, MANY, "direct", direct_by=way)
+    assert [report.targets[0].proof for report in reports] == ["resident"] * 3
+    assert grown(few[0] + few[1], many[0] + many[1]), "the first looks at each tensor, so this test can fail"
+    for version in (2, 3):
+        assert not grown(few[version], many[version]), f"update {version}"
+        assert reads_of(many[version], "_prepare") == 0, f"update {version}"
+    if way == "rdma":
+        assert reads_of(many[1], "_prepare") > 0
+        assert reads_of(many[3], "_post") == reports[2].buckets
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "direct"])

@@ -54,7 +54,8 @@ class RemoteMemorySource:
                     f"has {buffer.memory.size_bytes}"
                 )
         known = self._runs.get(layout.index)
-        if known is None or known[0] is not plan or known[1] != packs:
+        # A plan for equal parts is another object in each update; its messages are the same.
+        if known is None or known[0].messages is not plan.messages or known[1] != packs:
             runs = [
                 _runs_of(layout, message, start, pack)
                 for message, start, pack in zip(plan.messages, plan.starts, packs, strict=True)
