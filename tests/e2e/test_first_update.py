@@ -92,7 +92,7 @@ def reads_of(counts: Counter[str], function: str) -> int:
     ],
 )
 def test_later_updates_repeat_messages_and_reads_without_a_look_at_each_tensor(calls, way):
-    """Whose pieces are worked out in the first update: the group and the readers are new there."""
+    """Pieces are worked out in the first update, in which the group and the readers are new."""
     few, _ = module_counts(calls, FEW, "direct", direct_by=way)
     many, reports = module_counts(calls, MANY, "direct", direct_by=way)
     assert [report.targets[0].proof for report in reports] == ["resident"] * 3
