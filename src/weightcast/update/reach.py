@@ -169,7 +169,7 @@ class Reach:
                 check_scattered(link, self._specs, self._config, self._exporter)
         except ConfigError as error:
             way = self._config.direct_by
-            if way == "auto" or "direct" in left:
+            if way == "auto" or all(one.name in left for one in TRANSPORTS if one.scattered):
                 log.debug("shards are gathered: %s", error)
             else:
                 log.warning("direct by %s does not reach every engine, so shards are gathered: %s", way, error)
