@@ -190,7 +190,30 @@ def test_adapters_that_cannot_be_merged_are_refused_by_name(config, words):
     model = peft.get_peft_model(families.make("qwen3"), config())
     with pytest.raises(ConfigError, match=words) as caught:
         ModuleExporter(model)
-    assert "merge_and_unload" in (caught.value.hint or "")
+    hint = "train a kind that has a merge" if words.endswith("prompt_encoder") else "merge_and_unload"
+    assert hint in (caught.value.hint or "")
+
+
+def test_adapters_beside_the_layers_of_a_model_are_refused_by_name():
+    """PEFT's adaption prompts wrap attention, which then has other names."""
+    config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(families.make("llama"), config)
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn has an adapter.*with adaption_prompt") as caught:
+        ModuleExporter(model)
+    assert "train a kind that has a merge" in (caught.value.hint or "")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mixture_of_adapters_is_refused_by_name(tmp_path):
+    """X-LoRA's layers look like LoRA's, and every input gets another sum of them."""
+    for name in ("one", "two"):
+        trained(peft.LoraConfig(r=4, target_modules=TARGETS)).save_pretrained(tmp_path / name)
+    base = families.make("qwen3")
+    base.config.use_cache = False
+    adapters = {name: str(tmp_path / name) for name in ("one", "two")}
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=base.config.hidden_size, adapters=adapters)
+    with pytest.raises(ConfigError, match=r"has an adapter.*with xlora"):
+        ModuleExporter(peft.get_peft_model(base, config))
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")

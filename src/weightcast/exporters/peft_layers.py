@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ _HINT = (
     "export a merged copy, copy.deepcopy(model).merge_and_unload(), or save it and pass CheckpointExporter(folder); "
     "weightcast merges LoRA itself"
 )
+_NO_MERGE = "no weights of the model itself have the effect of this kind: train a kind that has a merge, such as LoRA"
 
 
 def outermost_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -148,7 +149,7 @@ def check_adapters(model: nn.Module) -> None:
     for path, module in model.named_modules():
         parts: Any = getattr(module, "adapter_layer_names", None)
         if hasattr(module, "peft_config") and isinstance(getattr(module, "prompt_encoder", None), nn.Module):
-            raise _refused(path, module, "prompt_encoder")
+            raise _refused(path, module, "prompt_encoder", hint=_NO_MERGE)
         if isinstance(parts, tuple) and is_adapter_layer(module) and _kind(module) not in MERGED:
             raise _refused(path, module, ", ".join(parts))
         variants: Any = getattr(module, "lora_variant", None) or {}
@@ -156,6 +157,17 @@ def check_adapters(model: nn.Module) -> None:
             variant = type(variants[adapter]).__name__ if adapter in variants else "Dora"
             if not variant.startswith("Dora"):
                 raise _refused(path, module, variant)
+    # Some kinds have no adapter layers: they wrap other modules, or sum LoRA's layers anew for each input.
+    kinds = {
+        _tuner_of(type(config))
+        for module in model.modules()
+        if isinstance(found := getattr(module, "peft_config", None), dict)
+        for config in cast(dict[str, object], found).values()
+    }
+    for kind in sorted(kinds - MERGED - {""}):
+        own = ((path, module) for path, module in model.named_modules() if _tuner_of(type(module)) == kind)
+        path, module = next((found for found in own if not hasattr(found[1], "peft_config")), ("", model))
+        raise _refused(path, module, kind, hint=_NO_MERGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,22 +276,27 @@ def _check_untied(model: nn.Module, made: _Made, base: nn.Module) -> None:
             raise _refused(made.path, made.layer, f"a weight that is tied to {other}")
 
 
-def _refused(path: str, layer: nn.Module, why: str) -> ConfigError:
+def _refused(path: str, layer: nn.Module, why: str, *, hint: str = _HINT) -> ConfigError:
     return ConfigError(
         f"{path or 'the model'} has an adapter that cannot be merged on the way: PEFT's {type(layer).__name__} with "
         f"{why}. Engines have no name for these tensors, and the weight without them is not what was trained. Nothing "
         "has been sent",
-        hint=_HINT,
+        hint=hint,
     )
 
 
 def _kind(layer: object) -> str:
     """Name of the package below ``peft.tuners`` that a layer's class comes from."""
-    for kind in type(layer).__mro__:
-        parts = kind.__module__.split(".")
+    return _tuner_of(type(layer)) or type(layer).__module__
+
+
+def _tuner_of(kind: type) -> str:
+    """The package below ``peft.tuners`` that has a class or the first of its bases; empty for other classes."""
+    for base in kind.__mro__:
+        parts = base.__module__.split(".")
         if parts[:2] == ["peft", "tuners"] and len(parts) > 3:
             return parts[2]
-    return type(layer).__module__
+    return ""
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
