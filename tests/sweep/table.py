@@ -64,7 +64,7 @@ def _kind(cell: str) -> str:
 
 def _words(cell: str) -> str:
     """The text after the kind of an outcome, safe in a table."""
-    words = "" if cell == "equal" else cell.partition(": ")[2]
+    words = "" if cell == "equal" else cell.partition("equal, and " if cell.startswith("equal, and ") else ": ")[2]
     for mark in "|<>[]{}*_`":
         words = words.replace(mark, f"\\{mark}")
     return words

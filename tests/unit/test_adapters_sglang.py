@@ -412,6 +412,30 @@ class TestAnUpdate:
             _, ack = talk(SglangAdapter(recognised()).open(opening(verify="resident")), {"/weights_checker": answer})
             assert ack.checksum == ""
 
+    def test_tensors_that_kept_their_values_and_were_not_sent_are_named(self) -> None:
+        """SGLang skips names that it does not know, and an update without a head leaves the head as it is."""
+        names = [f"model.layers.0.{part}" for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.experts.0.up_proj")]
+        specs = [TensorSpec(name=f"{name}.weight", dtype="bfloat16", shape=(4, 2)) for name in (*names, "model.norm")]
+        layer = "language_model.layers.0"
+        stays = ["lm_head.weight", "language_model.norm.weight", f"{layer}.self_attn.qkv_proj.weight"]
+        stays += [f"{layer}.mlp.experts.w13_weight", f"{layer}.mlp.gate.weight"]
+        changes = [f"{layer}.self_attn.o_proj.weight", "scale"]
+
+        def said(value: str) -> Answers:
+            ranks = [{"checksums": dict.fromkeys(stays, "0") | dict.fromkeys(changes, value)}] * 2
+            return {"/weights_checker": {"ranks": ranks, "per_engine_checksum": value * 64}}
+
+        adapter = SglangAdapter(recognised())
+        adapter.check(specs, delivery="memory", bucket_bytes=1 << 20)
+        talk(adapter.open(opening(verify="resident")), said("1"))
+        _, ack = talk(adapter.commit(Commit(session="a" * 32)), said("2"))
+        assert "5 of its 7 tensors are as before" in ack.message
+        assert ack.message.endswith("no name that was sent fits 2 of these: language_model.layers.0.mlp.gate.weight, "
+                                    "lm_head.weight")  # fmt: skip
+        _, ack = talk(adapter.open(opening(verify="resident")), said("3"))
+        _, ack = talk(adapter.commit(Commit(session="a" * 32)), said("3"))
+        assert "as before: the weights are the same" in ack.message
+
     def test_abort_resumes_before_a_bucket_and_stays_paused_after_one(self) -> None:
         adapter = SglangAdapter(recognised())
         talk(adapter.open(opening()), {})

@@ -43,6 +43,12 @@ def test_a_wrong_outcome_is_shown_and_counted():
     assert "| `llama` | 2 | equal | **wrong** | off by 1 nats |" in tables([bad])
 
 
+def test_a_tensor_that_no_checkpoint_has_is_named_as_such():
+    cell = "equal, and not in the checkpoint: visual.bias"
+    kept = Result(family="llama", engine="vllm", tp=2, checkpoint=cell, live=cell)
+    assert "| `llama` | 2 | equal | equal | not in the checkpoint: visual.bias |" in tables([kept])
+
+
 def test_a_refusal_by_weightcast_is_told_from_an_engine_that_does_not_serve():
     log = "vLLM did not start:\n(Worker) weightcast.errors.ConfigError: no\nRuntimeError: Engine core initialization"
     assert why_not_served(log) == "refused at the start: no"

@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
 
 from weightcast.adapters.encoders import TAKES_IMAGES, check_encoders
+from weightcast.adapters.sglang.checksums import Checksums, compared, parsed
 from weightcast.adapters.sglang.payload import bucket_payload
 from weightcast.adapters.stock import StockAdapter, group_body
 from weightcast.comm.pickle_writer import listing, pickled_base64
@@ -68,12 +69,14 @@ class SglangAdapter(StockAdapter):
         self._pause = "abort"
         self._version = 0
         self._wants_checksum = False
-        self._checksum = ""
+        self._checksums = Checksums()
+        self._sent: tuple[str, ...] = ()
         self._expects_change = False
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``: refuses what SGLang would not take, or take without a word and serve wrongly."""
         self._delivery = delivery
+        self._sent = tuple(spec.name for spec in specs)
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
@@ -105,13 +108,13 @@ class SglangAdapter(StockAdapter):
         self._version = message.version
         self._wants_checksum = message.verify in ("resident", "behaviour")
         if self._wants_checksum:
-            self._checksum = yield from self._ask_checksum()
+            self._checksums = yield from self._ask_checksums()
         if self._delivery == "folder":
             yield from self._wait_for_all_ranks()  # a server without this route fails before any weight changes
         yield from self._pause_and_flush()
         if self._delivery in _IN_SESSION:
             yield from self._begin_session()
-        return self._ack(checksum=self._checksum)
+        return self._ack(checksum=self._checksums.whole)
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; SGLang answers when every member has joined."""
@@ -181,14 +184,15 @@ class SglangAdapter(StockAdapter):
             self._session_open = False
         words = checksum = ""
         if self._wants_checksum:
-            checksum = yield from self._ask_checksum()
-            if checksum and checksum == self._checksum and self._expects_change:
+            checksums = yield from self._ask_checksums()
+            checksum = checksums.whole
+            if checksum and checksum == self._checksums.whole and self._expects_change:
                 raise WireError(
                     f"SGLang took none of the new weights: its own checksum over all ranks is still {checksum[:16]}; "
                     "the engine stays paused.  SGLang skips names that it does not know, with a line in its log"
                 )
             if checksum:
-                words = _describe_checksums(self._checksum, checksum, self._info.tp_size)
+                words = compared(self._checksums, checksums, ranks=self._info.tp_size, sent=self._sent)
         yield from self._stamp()
         yield _post("/continue_generation", torch_empty_cache=False)
         self._mixed = False
@@ -306,25 +310,18 @@ class SglangAdapter(StockAdapter):
         self._has_sessions = True
         self._session_open = True
 
-    def _ask_checksum(self) -> Generator[EngineRequest, bytes, str]:
-        """The server's own checksum over all ranks; empty if it has none."""
+    def _ask_checksums(self) -> Generator[EngineRequest, bytes, Checksums]:
+        """The server's own checksums over all ranks; empty if it has none."""
         if self._has_checker is False:
-            return ""
+            return Checksums()
         try:
             reply = yield _post("/weights_checker", action="checksum", **self._selector)
         except TargetRejected as error:
             if error.status in _ABSENT:
                 self._has_checker = False
-            return ""  # SGLang cannot hash some models; the update goes on without a checksum
+            return Checksums()  # SGLang cannot hash some models; the update goes on without a checksum
         self._has_checker = True
-        try:
-            answer: dict[str, Any] = msgspec.json.decode(reply, type=dict[str, Any])
-            ranks: list[dict[str, Any]] = answer.get("ranks") or []
-            if len(ranks) != self._info.tp_size:
-                return ""
-            return str(answer.get("per_engine_checksum") or "")[:64]
-        except msgspec.MsgspecError:
-            return ""
+        return parsed(reply, self._info.tp_size)
 
     def _stamp(self) -> Generator[EngineRequest, bytes, None]:
         try:
@@ -372,15 +369,6 @@ class SglangAdapter(StockAdapter):
 
 def _post(path: str, **body: object) -> EngineRequest:
     return EngineRequest(path=path, body=msgspec.json.encode(body))
-
-
-def _describe_checksums(before: str, after: str, ranks: int) -> str:
-    of = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    if not before:
-        return f"its own checksum over {of} is {after[:16]}"
-    if before == after:
-        return f"its own checksum over {of} is {after[:16]}, as before: the weights are the same, or it took none"
-    return f"its own checksum over {of} went from {before[:16]} to {after[:16]}"
 
 
 def _check_image_cache(info: EngineInfo) -> None:
