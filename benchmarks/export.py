@@ -154,8 +154,11 @@ def main() -> int:
     if arguments.measure:
         print(json.dumps(measure(arguments.measure, arguments.layers, arguments.family)))
         return 0
+    sys.path[:0] = [str(ROOT / "src")]
     if arguments.revision is None:
         parser.error("name the older revision")
+    from weightcast.lab.bench.machine import facts
+
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         old = Path(temporary)
@@ -169,13 +172,10 @@ def main() -> int:
                     row = _turn(tree, case, arguments.layers, family)
                     rows.append({"case": case, "round": number, "revision": name, **row})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                    if arguments.out is not None:
+                        report = {"what": "export", "machine": facts(), "before": arguments.revision, "rows": rows}
+                        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(_table(rows))
-    if arguments.out is not None:
-        sys.path[:0] = [str(ROOT / "src")]
-        from weightcast.lab.bench.machine import facts
-
-        report = {"what": "export", "machine": facts(), "before": arguments.revision, "rows": rows}
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
