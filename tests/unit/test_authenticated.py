@@ -339,8 +339,10 @@ def test_address_of_another_host_is_no_place_for_a_gate():
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(cannot()), reason=cannot())
-def test_host_that_is_cut_off_is_noticed_at_both_ends(tmp_path: Path) -> None:
+def test_host_that_is_cut_off_is_noticed_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing tells a host that the other one has lost its power or its network."""
+    assert (1 + authenticated._ASKS) * authenticated._ASK_S == 20, "seconds until users are told"
+    monkeypatch.setattr(authenticated, "_ASK_S", 1)
     with hosts(("alpha",), tmp_path) as (alpha,), Gate(alpha.gateway, SECRET, context=b"this", timeout_s=60.0) as gate:
 
         def come() -> AuthenticatedConnection:

@@ -37,6 +37,9 @@ _CHUNK_BYTES = 1 << 20  # memory grows with what has come, not with what a heade
 _LOOK_S = 1  # whole seconds between two looks at the deadline of a message that has begun
 _MESSAGE_S = 60.0
 _SEND_S = 15  # whole seconds without any progress
+# A host that lost its power or its network says nothing: it is asked after so many whole seconds, and so many times.
+_ASK_S = 5
+_ASKS = 3
 _MOST_STRANGERS = 64
 _MOST_NAMED = 8
 _LISTENER, _DIALER = b"listener", b"dialer"
@@ -88,13 +91,12 @@ class AuthenticatedConnection:
         end.settimeout(None)  # a socket has one timeout for both directions, so the kernel's are used
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _LOOK_S, 0))
-        # A host that lost its power or its network says nothing.
         for level, name, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ASKS),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, (1 + _ASKS) * _ASK_S * 1000),
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         ):
             end.setsockopt(level, name, value)
