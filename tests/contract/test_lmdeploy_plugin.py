@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 
 import pytest
 
-from tests.engines.environment import ROOT, engine_python
+from tests.engines.environment import ROOT
+from tests.engines.forked import run
+from tests.engines.lmdeploy_server import IMPORTED, VERSIONS, lmdeploy
 
 pytestmark = [pytest.mark.engine]
 
 CHECK = """
+import sys
+sys.path.insert(0, {source!r})
 import weightcast.plugins.lmdeploy.hook_points as points
 {change}
 from weightcast.plugins.lmdeploy import engine_process, rank, server
@@ -36,9 +39,9 @@ print(points.LMDEPLOY.version(), len(needed))
 
 def check(change: str = "") -> subprocess.CompletedProcess[str]:
     """Checks and patches LMDeploy as its processes do, after a change to it."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    command = [str(engine_python("lmdeploy-0.18.0-cpu")), "-c", CHECK.format(change=change)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    python, environment = lmdeploy(VERSIONS[0])
+    code = CHECK.format(change=change, source=str(ROOT / "src"))
+    return run(python, ["-c", code], modules=IMPORTED, env=environment)
 
 
 def test_every_hook_point_is_there_and_every_hook_takes() -> None:

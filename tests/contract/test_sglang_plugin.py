@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.engines.environment import QUICK, engine_python, package_path
-from tests.engines.overlays import overlay
-from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
+from tests.engines.forked import run
+from tests.engines.sglang_server import IMPORTED, PLAYED, sglang_command
 
 pytestmark = [pytest.mark.engine]
 
@@ -99,24 +97,15 @@ asyncio.run(main())
 """
 
 
-def load(folder: Path, version: str, change: str = "", script: str = REGISTER) -> subprocess.CompletedProcess[str]:
+def load(version: str, change: str = "", script: str = REGISTER) -> subprocess.CompletedProcess[str]:
     """Loads plug-ins as SGLang's main process does, after a change to SGLang; or runs another script."""
-    python = engine_python("sglang-0.5.23-cpu")
-    path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(folder, QUICK)]),
-        "SGLANG_PLUGINS": "weightcast",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [str(python), "-c", script.format(change=change)], capture_output=True, text=True, env=environment
-    )
+    (python, *_), environment = sglang_command(Path("/nowhere"), 1, (), 0, receiver=True, version=version)
+    return run(Path(python), ["-c", script.format(change=change)], modules=IMPORTED, env=environment)
 
 
 @pytest.mark.parametrize("version", PLAYED)
-def test_every_hook_takes(version: str, tmp_path: Path) -> None:
-    done = load(tmp_path, version)
+def test_every_hook_takes(version: str) -> None:
+    done = load(version)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()[-1]
     assert said == f"{version} 8"
@@ -153,8 +142,8 @@ def test_an_error_that_is_not_ours_ends_the_start_too(tmp_path: Path, change: st
     assert words in said
 
 
-def test_an_sglang_without_a_hook_point_does_not_start_and_says_why(tmp_path: Path) -> None:
-    done = load(tmp_path, "0.5.23", "del module.SchedulerRequestReceiver._pull_raw_reqs")
+def test_an_sglang_without_a_hook_point_does_not_start_and_says_why() -> None:
+    done = load("0.5.23", "del module.SchedulerRequestReceiver._pull_raw_reqs")
     assert done.returncode == 1
     [said] = [line for line in done.stderr.splitlines() if line.startswith("weightcast cannot run in this SGLang: ")]
     assert "SGLang 0.5.23 is not as this plug-in expects" in said
@@ -163,8 +152,8 @@ def test_an_sglang_without_a_hook_point_does_not_start_and_says_why(tmp_path: Pa
 
 
 @pytest.mark.parametrize("version", PLAYED)
-def test_a_request_that_waits_in_the_api_server_is_not_aborted(version: str, tmp_path: Path) -> None:
+def test_a_request_that_waits_in_the_api_server_is_not_aborted(version: str) -> None:
     """SGLang 0.5.17 marks all requests that it knows, and ends those that wait without a finish reason later."""
-    done = load(tmp_path, version, script=ABORT)
+    done = load(version, script=ABORT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "True False 3 True"

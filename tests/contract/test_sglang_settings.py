@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.engines.environment import QUICK, engine_python, package_path
+from tests.engines.environment import engine_python
+from tests.engines.forked import run
 from tests.engines.overlays import overlay, receiver_path
-from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
+from tests.engines.sglang_server import IMPORTED, OVERLAYS, PLAYED, STANDINS, sglang_command
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast.comm.ports import quiet_port
 
@@ -158,18 +157,10 @@ def test_every_refusal_ends_a_real_start_before_a_model_is_loaded(version: str, 
 
 
 @pytest.mark.parametrize("version", PLAYED)
-def test_every_refusal_is_about_a_setting_that_sglang_has(version: str, tmp_path: Path) -> None:
-    python = engine_python("sglang-0.5.23-cpu")
-    path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(tmp_path, QUICK)]),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+def test_every_refusal_is_about_a_setting_that_sglang_has(version: str) -> None:
+    (python, *_), environment = sglang_command(Path("/nowhere"), 1, (), 0, receiver=True, version=version)
     asked = {**REFUSED, "no options": (), "what runs": TAKEN}
-    done = subprocess.run(
-        [str(python), "-c", SCRIPT, json.dumps(asked)], capture_output=True, text=True, env=environment
-    )
+    done = run(Path(python), ["-c", SCRIPT, json.dumps(asked)], modules=IMPORTED, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said.pop("no options") == "taken, 1 ranks"

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -70,11 +71,11 @@ class _Server:
                 start_new_session=True,  # Ctrl-C is for this process, whose end is the server's
             )
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> tuple[int, int]:
+    def start(self, argv: Sequence[str], env: Mapping[str, str], output: int, errors: int) -> tuple[int, int]:
         status, theirs = os.pipe()
         try:
             asked = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
-            socket.send_fds(self._requests, [asked], [output, output, theirs])
+            socket.send_fds(self._requests, [asked], [output, errors, theirs])
         finally:
             os.close(theirs)
         said = self._requests.recv(64)
@@ -90,24 +91,44 @@ _servers: dict[tuple[Path, tuple[str, ...], str], _Server] = {}
 
 
 def start(
-    python: Path, argv: Sequence[str], *, modules: Sequence[str], env: Mapping[str, str], output: IO[Any]
+    python: Path,
+    argv: Sequence[str],
+    *,
+    modules: Sequence[str],
+    env: Mapping[str, str],
+    output: IO[Any],
+    errors: IO[Any] | None = None,
 ) -> Forked | subprocess.Popen[bytes]:
-    """Start ``python -m MODULE ...`` or ``python SCRIPT ...``.
+    """Starts ``python -m MODULE ...``, ``python -c CODE ...`` or ``python SCRIPT ...``.
 
     Args:
         python: Of an engine's environment.
         argv: What follows it on the command line.
         modules: What the server has imported, in the environment of the first call with the same ``PYTHONPATH``.
         env: The process's whole environment.
-        output: Where it writes, errors too.
+        output: Where it writes.
+        errors: Where it writes errors; the same place by default.
     """
+    errors = output if errors is None else errors
     if os.environ.get("ENGINE_STARTS") == "python":
-        return subprocess.Popen(
-            [python, *argv], stdout=output, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
-        )
+        return subprocess.Popen([python, *argv], stdout=output, stderr=errors, env=dict(env), start_new_session=True)
     key = python, tuple(modules), env["PYTHONPATH"]
     if key not in _servers:
         _servers[key] = _Server(python, modules, env)
         atexit.register(_servers[key].close)
-    pid, status = _servers[key].start(argv, env, output.fileno())
+    pid, status = _servers[key].start(argv, env, output.fileno(), errors.fileno())
     return Forked([str(python), *argv], pid, status)
+
+
+def run(
+    python: Path, argv: Sequence[str], *, modules: Sequence[str], env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Such a process from start to end, and all that it wrote."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = start(python, argv, modules=modules, env=env, output=output, errors=errors)
+        code = process.wait()
+        texts: list[str] = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess([str(python), *argv], code, *texts)

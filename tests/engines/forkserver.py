@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from types import ModuleType
 
 
 def serve(requests: socket.socket) -> None:
@@ -56,7 +57,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def become(asked: dict[str, object], stdin: int, out: int, err: int) -> None:
-    """Runs this process as ``python -m MODULE ...`` or ``python SCRIPT ...`` would, to its end."""
+    """Runs this process as ``python -m MODULE``, ``python -c CODE`` or ``python SCRIPT`` would, to its end."""
     os.setsid()
     for number, standard in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(number, standard)
@@ -86,6 +87,11 @@ def run(argv: list[str]) -> None:
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(argv[1], "<string>", "exec"), vars(main))
     else:
         sys.argv = argv
         sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
