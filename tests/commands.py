@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import IO, Any, TextIO
 
-import tests.fork_server  # noqa: F401  it says what the server imports
+import tests.fork_server  # it says what the server imports
 from tests.forking import fork_children, fork_ranks
 from tests.procs import Signals
 
@@ -57,11 +57,28 @@ class _Process(ForkServerProcess):
         super().run()
 
 
+class _Parent(_Process):
+    """One whose own processes come from the same server.  Without that it would start another, which imports all."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._server = tests.fork_server.address()
+
+    def run(self) -> None:
+        tests.fork_server.use_own(self._server)
+        super().run()
+
+
 class _Context(ForkServerContext):
     Process = _Process
 
 
+class _ContextOfParents(ForkServerContext):
+    Process = _Parent
+
+
 context = _Context()
+parents = _ContextOfParents()
 
 
 class Started(Signals):

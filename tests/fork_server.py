@@ -47,6 +47,22 @@ def start() -> dict[str, Any]:
     return {"address": _server._forkserver_address, "pid": os.getpid(), "alive": _server._forkserver_alive_fd}
 
 
+def address() -> Any:
+    """The address of the server that this process uses, for a process that the server forks."""
+    _server.ensure_running()
+    return _server._forkserver_address
+
+
+def use_own(address: Any) -> None:
+    """Processes of this process, which the server forked, are forked by the server too.
+
+    Args:
+        address: As ``address`` returned it in the process that started this one.
+    """
+    _server._forkserver_address = address  # this process was born with the end of the pipe that keeps the server
+    _server.ensure_running = resource_tracker.ensure_running
+
+
 def use(told: dict[str, Any]) -> None:
     """Processes of this process are forked by the server of another one, which lives as long as one of its users.
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from tests.commands import parents
 from tests.faults import playing
 from tests.faults.cases import STEPS, all_cases
 from tests.faults.kinds import KINDS
@@ -53,6 +54,12 @@ def world() -> Iterator[World]:
     made.close()
 
 
+@pytest.fixture
+def _quick_players(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Players come from the tests' fork server.  Python would import all for each, and for a server of its own."""
+    monkeypatch.setattr(playing, "_spawned", parents)
+
+
 def check(result: Result) -> None:
     if not result.only_late:
         raise Inexcusable(result)
@@ -78,6 +85,7 @@ def test_stock_engines_that_may_be_mixtures_stay_paused_until_an_update_has_succ
     assert not left
 
 
+@pytest.mark.usefixtures("_quick_players")
 def test_cases_side_by_side_are_those_of_one_after_the_other() -> None:
     chosen = [CASES[name] for name in CHOSEN[:3]]
     played = list(play_side_by_side(chosen, jobs=2, **LIMITS))
@@ -88,6 +96,7 @@ def test_cases_side_by_side_are_those_of_one_after_the_other() -> None:
     )
 
 
+@pytest.mark.usefixtures("_quick_players")
 def test_a_case_whose_process_died_is_wrong_and_the_next_one_is_played(monkeypatch) -> None:
     monkeypatch.setattr(playing, "_serve", _dies_at_ipc)
     chosen = [

@@ -6,12 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 
 from tests import fork_server
-from tests.commands import context
+from tests.commands import context, parents
 
 ANOTHER_WORKER = """
 import json, multiprocessing, signal, sys
@@ -50,6 +51,25 @@ def test_processes_of_two_workers_come_from_one_server() -> None:
     finally:
         mine.kill()
         mine.join()
+
+
+def _tells_the_server_of_a_child(pipe: Connection) -> None:
+    child = context.Process(target=signal.pause)
+    child.start()
+    pipe.send((psutil.Process().ppid(), psutil.Process(child.pid).ppid()))
+    child.kill()
+    child.join()
+
+
+def test_processes_of_a_parent_come_from_the_same_server() -> None:
+    ours, theirs = parents.Pipe()
+    parent = parents.Process(target=_tells_the_server_of_a_child, args=(theirs,))
+    parent.start()
+    theirs.close()
+    mine, childs = ours.recv()
+    assert mine == childs
+    parent.join()
+    assert parent.exitcode == 0
 
 
 def test_a_process_writes_where_its_starter_writes(capfd) -> None:
