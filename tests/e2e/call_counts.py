@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -44,14 +44,17 @@ class Calls:
 
     def __init__(self) -> None:
         self.counts: Counter[str] | None = None
+        self._names: dict[int, tuple[CodeType, str]] = {}  # by identity: equal code may be of two files
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         counts = self.counts
         if counts is not None and event == "call":
             code = frame.f_code
-            path = PurePath(code.co_filename)
-            if "weightcast" in path.parts:
-                counts[f"{path.parent.name}/{path.name}:{code.co_firstlineno} {code.co_name}"] += 1
+            known = self._names.get(id(code))
+            if known is None:
+                self._names[id(code)] = known = code, _name_of(code)
+            if known[1]:
+                counts[known[1]] += 1
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
@@ -62,6 +65,14 @@ class Calls:
         finally:
             sys.setprofile(None)
             self.counts = None
+
+
+def _name_of(code: CodeType) -> str:
+    """The file, line and name of a function of weightcast; empty for any other."""
+    path = PurePath(code.co_filename)
+    if "weightcast" not in path.parts:
+        return ""
+    return f"{path.parent.name}/{path.name}:{code.co_firstlineno} {code.co_name}"
 
 
 class Keeper(nn.Module):
