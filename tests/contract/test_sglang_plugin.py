@@ -112,16 +112,16 @@ def test_every_hook_takes(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", PLAYED)
-def test_a_plug_in_that_comes_later_keeps_its_own_hooks(version: str, tmp_path: Path) -> None:
-    done = load(tmp_path, version, script=ANOTHER)
+def test_a_plug_in_that_comes_later_keeps_its_own_hooks(version: str) -> None:
+    done = load(version, script=ANOTHER)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()[-1]
     assert said.startswith("['another'] not shown to be right with weightcast's receiver: LoRA adapters"), said
 
 
 @pytest.mark.parametrize("version", PLAYED)
-def test_a_main_process_that_multiprocessing_started_is_hooked_as_one(version: str, tmp_path: Path) -> None:
-    done = load(tmp_path, version, script=CHILD)
+def test_a_main_process_that_multiprocessing_started_is_hooked_as_one(version: str) -> None:
+    done = load(version, script=CHILD)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-3:] == ["hooked True", "folder True", "ended 0"], done.stdout + done.stderr[-2000:]
 
@@ -134,9 +134,9 @@ def test_a_main_process_that_multiprocessing_started_is_hooked_as_one(version: s
         ("sys.modules['weightcast.plugins.sglang.rank'] = None", "ModuleNotFoundError: import of weightcast"),
     ],
 )
-def test_an_error_that_is_not_ours_ends_the_start_too(tmp_path: Path, change: str, words: str) -> None:
+def test_an_error_that_is_not_ours_ends_the_start_too(change: str, words: str) -> None:
     """SGLang would log it and serve without the receiver."""
-    done = load(tmp_path, "0.5.23", change)
+    done = load("0.5.23", change)
     assert done.returncode == 1, done.stdout
     [said] = [line for line in done.stderr.splitlines() if line.startswith("weightcast cannot run in this SGLang: ")]
     assert words in said
