@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,24 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import Computed, Held, InMemory, slices
+from weightcast.exporters.module import GatheringExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import why_not_by_itself
-from weightcast.protocols import BucketUse, Shard
+from weightcast.protocols import Shard
 from weightcast.wire.box import Box
-from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
+from weightcast.wire.layout import TensorSpec, dtype_name
 
 _PEFT_PREFIX = "base_model.model."
 
 
-class AdapterExporter:
+class AdapterExporter(GatheringExporter):
     """An adapter by itself, with the names that PEFT saves.
 
     Args:
@@ -38,6 +36,8 @@ class AdapterExporter:
             an engine keeps are then the values that were sent.
         wire_dtype: Dtype in which the tensors travel; None for the adapter's own.
 
+    Its tensors are A and B of each adapted module.
+
     Attributes:
         config: Content of the adapter's ``adapter_config.json`` as plain JSON values, with a scale of 1 if ``scaled``;
             {} if the model has no such configuration.
@@ -46,8 +46,6 @@ class AdapterExporter:
     Raises:
         ConfigError: The model has no such adapter, or the adapter has more than A and B.
     """
-
-    refills = True
 
     def __init__(
         self,
@@ -103,15 +101,6 @@ class AdapterExporter:
                 "alpha_pattern": dict(self.config.get("rank_pattern") or {}),
             }
 
-    @property
-    def device(self) -> torch.device:
-        """The device that holds most of the adapter's bytes."""
-        return self._tensors.device
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """A and B of each adapted module."""
-        return self._specs
-
     def shards(self) -> Iterator[Shard]:
         """This rank's shards, before the scale.  No communication."""
         with self._tensors.looking():
@@ -119,45 +108,6 @@ class AdapterExporter:
                 part = self._tensors.part(number)
                 if part is not None:
                     yield Shard(spec=spec, box=part[0], tensor=part[1])
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which part.  Collective.
-
-        Raises:
-            ConfigError: The ranks hold different adapters.
-        """
-        with self._tensors.looking():
-            self._gatherer.prepare(group)
-
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Implements ``Planning.plan``."""
-        with self._tensors.looking():
-            for layout in layouts:
-                self._gatherer.plan(layout, group, use)
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> torch.Tensor | None:
-        """Writes the layout's tensors, gathered, into the bucket of every receiver.  Collective.
-
-        Raises:
-            ConfigError: The layout has a tensor that this adapter does not have.
-            TrainerRankFailed: Another rank failed.
-        """
-        with self._tensors.looking():
-            return self._gatherer.fill(bucket, layout, group, sources=sources)
-
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``."""
-        return self._gatherer.source_counts(layout, group)
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``Summing.fold``."""
-        return self._gatherer.fold(layout, group, answers)
-
-    def unsummed(self) -> Collection[str]:
-        """Implements ``Summing.unsummed``."""
-        return ()
 
     def _local(self, number: int) -> list[Held]:
         part = self._tensors.part(number)

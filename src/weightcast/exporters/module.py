@@ -39,7 +39,87 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 
-class NamedExporter:
+class GatheringExporter:
+    """An exporter whose tensors a ``Gatherer`` gathers from the ranks' parts of a module; subclasses make the parts."""
+
+    refills = True
+    _tensors: PlacedTensors
+    _specs: tuple[TensorSpec, ...]
+    _gatherer: Gatherer
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds most of the weights' bytes."""
+        return self._tensors.device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor, in the order of the model's ``state_dict``; the tensors of a stacked one stay together."""
+        return self._specs
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Exchanges which rank holds which part; the first ``fill`` does so otherwise.  Collective.
+
+        Raises:
+            ConfigError: The ranks hold different models; raised on every rank alike.
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        with self._tensors.looking():
+            self._prepare(group)
+
+    def _prepare(self, group: TrainerGroup) -> None:
+        self._gatherer.prepare(group)
+
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
+        """Implements ``Planning.plan``."""
+        with self._tensors.looking():
+            for number, layout in enumerate(layouts):
+                self._gatherer.plan(layout, group, use, lent=use.lent[number] if use.lent else ())
+
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> torch.Tensor | None:
+        """Writes the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
+
+        When it returns, the copies are complete and the model's memory is no longer read.  On a GPU it follows the
+        current stream's earlier work.  Extra memory: the bucket's size divided by the number of ranks (at least 1 MiB).
+        If values are cast or computed on the way, add 16 MiB and the adapters of the bucket's weights.
+
+        Args:
+            bucket: This rank's bucket on ``device``, on a rank of ``group.receivers``; None elsewhere.
+            layout: Tensors, or rows of them, in the bucket; the same on every rank.
+            group: The trainer ranks.
+            sources: The same as for ``Summing.fill``.
+
+        Returns:
+            The same as ``Gatherer.fill``.
+
+        Raises:
+            ConfigError: The layout is not of this model, or the model was sharded anew.
+            TrainerRankFailed: Another rank failed; the message names it.
+        """
+        with self._filling(layout, group, sources):
+            return self._gatherer.fill(bucket, layout, group, sources=sources)
+
+    @contextmanager
+    def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
+        """Prepares what the values of one bucket take, and frees it."""
+        with self._tensors.looking():
+            yield
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        return self._gatherer.source_counts(layout, group)
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``."""
+        return self._gatherer.fold(layout, group, answers)
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        return ()
+
+
+class NamedExporter(GatheringExporter):
     """The tensors of a module, under the names and in the layouts of a checkpoint, gathered into buckets.
 
     Args:
@@ -49,8 +129,6 @@ class NamedExporter:
     Raises:
         ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.
     """
-
-    refills = True
 
     @gc_paused()  # a large model makes a million small objects here, and none of them is garbage
     def __init__(
@@ -96,63 +174,18 @@ class NamedExporter:
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
 
-    @property
-    def device(self) -> torch.device:
-        """The device that holds most of the weights' bytes."""
-        return self._tensors.device
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor, in the order of the model's ``state_dict``; the tensors of a stacked one stay together."""
-        return self._specs
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which part; the first ``fill`` does so otherwise.  Collective.
-
-        Raises:
-            ConfigError: The ranks hold different models; raised on every rank alike.
-            TrainerRankFailed: A rank is gone or did not take part in time.
-        """
-        with self._tensors.looking():
-            self._prepare(group)
-
     def _prepare(self, group: TrainerGroup) -> None:
         self._merger.prepare(group)
-        self._gatherer.prepare(group)
+        super()._prepare(group)
 
     def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``."""
         if self._merger:
             self._merger.plan(layouts if use.copies else (), group, self.sources, sums=use.sums)
-        with self._tensors.looking():
-            for number, layout in enumerate(layouts):
-                if self._quantiser is not None:
-                    self._quantiser.plan(layout)
-                self._gatherer.plan(layout, group, use, lent=use.lent[number] if use.lent else ())
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> torch.Tensor | None:
-        """Writes the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
-
-        When it returns, the copies are complete and the model's memory is no longer read.  On a GPU it follows the
-        current stream's earlier work.  Extra memory: the bucket's size divided by the number of ranks (at least 1 MiB).
-        If values are cast or computed on the way, add 16 MiB and the adapters of the bucket's weights.
-
-        Args:
-            bucket: This rank's bucket on ``device``, on a rank of ``group.receivers``; None elsewhere.
-            layout: Tensors, or rows of them, in the bucket; the same on every rank.
-            group: The trainer ranks.
-            sources: The same as for ``Summing.fill``.
-
-        Returns:
-            The same as ``Gatherer.fill``.
-
-        Raises:
-            ConfigError: The layout is not of this model, or the model was sharded anew.
-            TrainerRankFailed: Another rank failed; the message names it.
-        """
-        with self._filling(layout, group, sources):
-            return self._gatherer.fill(bucket, layout, group, sources=sources)
+        if self._quantiser is not None:
+            for layout in layouts:
+                self._quantiser.plan(layout)
+        super().plan(layouts, group, use)
 
     @contextmanager
     def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
@@ -173,24 +206,20 @@ class NamedExporter:
                     self._quantiser.end()
 
     def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``."""
+        """Implements ``Summing.source_counts``; the adapters' sums come first."""
         adapters = self._merger.source_counts(layout, self.sources(layout), group) if self._merger else repeat(0)
-        return [a + b for a, b in zip(adapters, self._gatherer.source_counts(layout, group), strict=False)]
+        return [a + b for a, b in zip(adapters, super().source_counts(layout, group), strict=False)]
 
     def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
         """Implements ``Summing.fold``."""
         if not self._merger:
-            return self._gatherer.fold(layout, group, answers)
+            return super().fold(layout, group, answers)
         numbers = self.sources(layout)
         counts = self._merger.source_counts(layout, numbers, group)
         pairs = [answer.tensor_split([count]) for answer, count in zip(answers, counts, strict=True)]
-        folded = self._gatherer.fold(layout, group, [weights for _, weights in pairs])
+        folded = super().fold(layout, group, [weights for _, weights in pairs])
         found = self._merger.mismatches(layout, numbers, group, [adapters for adapters, _ in pairs])
         return replace(folded, mismatches=(*found, *folded.mismatches))
-
-    def unsummed(self) -> Collection[str]:
-        """Implements ``Summing.unsummed``."""
-        return ()
 
     def _local(self, number: int) -> list[Held]:
         """This rank's parts of a tensor, before quantisation."""
