@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.engine_info import EngineInfo
     from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-    from weightcast.wire.messages import Close, Commit, Open, Prepare, Resume, Revert
+    from weightcast.wire.messages import Close, Commit, Join, Open, Prepare, Resume, Revert
 
 
 # -- the trainer's model
@@ -440,36 +440,14 @@ class Invitation:
     """Asks one target to join a process group of trainer and engines.  The trainer's head is rank 0.
 
     Attributes:
-        session: Id of the session.
-        group: Name of the group, never used twice.
-        host: Address of the trainer's store.
-        port: Port of the trainer's store.
-        token: Prefix of the store's keys, for our own receiver.
-        first_rank: Group rank of the target's first member; its other members follow in order.
-        world_size: Ranks in the group.
-        backend: ``nccl`` or ``gloo``.
+        join: The group and its rendezvous, as our own receiver is told.
         bucket_bytes: Size of the largest bucket, in bytes.
-        timeout_s: Deadline of the rendezvous, in seconds.
         unique_id: NCCL's unique id of the group; empty unless ``Adapter.meeting`` is ``nccl-id``.
-        wants: True if all trainer ranks are members, and engine ranks tell them which boxes they want.
-        relays: True if engine ranks pass pieces on to each other.
-        members: The target's ranks that join; empty for all of them.
     """
 
-    session: str
-    group: str
-    host: str
-    port: int
-    token: str
-    first_rank: int
-    world_size: int
-    backend: Literal["nccl", "gloo"]
+    join: Join
     bucket_bytes: int
-    timeout_s: float
     unique_id: bytes = b""
-    wants: bool = False
-    relays: bool = False
-    members: tuple[int, ...] = ()
 
 
 @runtime_checkable

@@ -38,7 +38,7 @@ from weightcast.protocols import Invitation
 from weightcast.runtime.deadline import Deadline
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, plan_buckets
-from weightcast.wire.messages import Close, Commit, Open, Owner
+from weightcast.wire.messages import Close, Commit, Join, Open, Owner
 
 try:
     from vllm.entrypoints.rl.online.api_router import router
@@ -211,7 +211,7 @@ class Rig:
         )
 
     def join(self) -> None:
-        invitation = Invitation(
+        join = Join(
             session="0" * 32,
             group="g",
             host="10.0.0.1",
@@ -220,10 +220,9 @@ class Rig:
             first_rank=3,
             world_size=5,
             backend="nccl",
-            bucket_bytes=BUCKET_BYTES,
             timeout_s=60.0,
-            unique_id=UNIQUE_ID,
         )
+        invitation = Invitation(join=join, bucket_bytes=BUCKET_BYTES, unique_id=UNIQUE_ID)
         self.ask(self.adapter.join(invitation))
 
     def update(self, version: int, seed: int, *, pause: str = "abort") -> dict[str, Any]:

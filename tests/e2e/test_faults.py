@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -344,7 +345,8 @@ def test_all_that_do_not_come_to_the_meeting_are_left_out_at_once(engines, fresh
     async def misdirect(link: Link, invitation: Invitation) -> None:
         if link.url in {engine.url for engine in astray} - once:
             once.add(link.url)
-            invitation = replace(invitation, token=secrets.token_hex(16))
+            told = msgspec.structs.replace(invitation.join, token=secrets.token_hex(16))
+            invitation = replace(invitation, join=told)
         await join(link, invitation)
 
     monkeypatch.setattr(channel, "_join", misdirect)

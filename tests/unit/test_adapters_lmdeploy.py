@@ -21,7 +21,7 @@ from weightcast.protocols import Invitation
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, plan_buckets
-from weightcast.wire.messages import Close, Commit, Open, Owner
+from weightcast.wire.messages import Close, Commit, Join, Open, Owner
 
 SPECS = [TensorSpec(name=f"w{index}", dtype="float32", shape=(4, 8)) for index in range(4)]
 SPECS += [TensorSpec(name="h", dtype="bfloat16", shape=(3,))]
@@ -241,10 +241,11 @@ def test_payloads_name_only_torch_and_plain_namespaces() -> None:
 def test_broadcast_ends_with_a_request_of_its_own() -> None:
     adapter = LmdeployAdapter(info())
     opened(adapter)
-    invitation = Invitation(
+    join = Join(
         session="s", group="g", host="10.0.0.1", port=9, token="t", first_rank=3, world_size=5, backend="nccl",
-        bucket_bytes=1, timeout_s=1.0,
+        timeout_s=1.0,
     )  # fmt: skip
+    invitation = Invitation(join=join, bucket_bytes=1)
     asked, _ = talk(adapter.join(invitation), DONE)
     assert json.loads(asked[0].body) == {
         "master_address": "10.0.0.1",

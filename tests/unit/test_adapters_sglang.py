@@ -24,7 +24,7 @@ from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Delivery, Invitation
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec, plan_buckets
-from weightcast.wire.messages import Commit, Open, Owner
+from weightcast.wire.messages import Commit, Join, Open, Owner
 
 URL = "http://127.0.0.1:30000"
 SERVER = {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu", "random_seed": 7}
@@ -310,10 +310,11 @@ class TestAnUpdate:
         assert paths(asked) == ["/pause_generation", "/flush_cache?timeout=5", "/begin_weight_update"]
         assert json.loads(asked[0].body) == {"mode": "abort"}
         assert ack.ok
-        invitation = Invitation(
+        join = Join(
             session="s", group="g", host="h", port=1, token="", first_rank=3, world_size=5, backend="nccl",
-            bucket_bytes=9, timeout_s=1.0,
+            timeout_s=1.0,
         )  # fmt: skip
+        invitation = Invitation(join=join, bucket_bytes=9)
         asked, _ = talk(adapter.join(invitation), {})
         assert (asked[0].path, json.loads(asked[0].body)["rank_offset"]) == ("/init_weights_update_group", 3)
         asked, _ = talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})

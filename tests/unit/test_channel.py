@@ -265,13 +265,13 @@ class Member:
 
     def _join(self, rank: int, invitation: Invitation) -> None:
         told = {
-            "host": invitation.host,
-            "port": invitation.port,
-            "name": invitation.group,
-            "token": invitation.token,
-            "rank": invitation.first_rank + rank,
-            "world_size": invitation.world_size,
-            "timeout_s": invitation.timeout_s,
+            "host": invitation.join.host,
+            "port": invitation.join.port,
+            "name": invitation.join.group,
+            "token": invitation.join.token,
+            "rank": invitation.join.first_rank + rank,
+            "world_size": invitation.join.world_size,
+            "timeout_s": invitation.join.timeout_s,
         }
         told |= self._told if rank in self._stray else {}
         self._groups.append(UpdateGroup.join(**told, device=torch.device("cpu"), cancelled=self._gives_up))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from weightcast.comm.shared_buckets import Shared
-from weightcast.protocols import Invitation
 from weightcast.runtime.lru import Lru
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
@@ -27,30 +26,12 @@ from weightcast.wire.bucket_sources import (
     ScatteredSource,
 )
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce, Join
+from weightcast.wire.messages import Announce
 
 _KEPT_BYTES = 64 << 20
 _PART_BYTES = 512
 _Parted = ExchangeSource | ScatteredSource | RemoteSource | MappedSource
 _kept: Lru[tuple[object, ...], tuple[tuple[Shared, ...], _Parted]] = Lru(_KEPT_BYTES)
-
-
-def join_of(invitation: Invitation) -> Join:
-    """Returns the message by which an engine joins a group."""
-    return Join(
-        session=invitation.session,
-        group=invitation.group,
-        host=invitation.host,
-        port=invitation.port,
-        token=invitation.token,
-        first_rank=invitation.first_rank,
-        world_size=invitation.world_size,
-        backend=invitation.backend,
-        timeout_s=invitation.timeout_s,
-        wants=invitation.wants,
-        relays=invitation.relays,
-        members=invitation.members,
-    )
 
 
 def announce_of(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from weightcast.protocols import Invitation
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Join
 
 
 class StockAdapter:
@@ -29,13 +29,13 @@ class StockAdapter:
         return ()
 
 
-def group_body(invitation: Invitation) -> dict[str, Any]:
+def group_body(join: Join) -> dict[str, Any]:
     """Body of ``/init_weights_update_group``, a route that SGLang and LMDeploy have alike."""
     return {
-        "master_address": invitation.host,
-        "master_port": invitation.port,
-        "rank_offset": invitation.first_rank,
-        "world_size": invitation.world_size,
-        "group_name": invitation.group,
-        "backend": invitation.backend,
+        "master_address": join.host,
+        "master_port": join.port,
+        "rank_offset": join.first_rank,
+        "world_size": join.world_size,
+        "group_name": join.group,
+        "backend": join.backend,
     }

@@ -92,9 +92,7 @@ class BroadcastTransport(Pumped):
         self._pool = ThreadPoolExecutor(
             max_workers=in_flight * len(self._channels), thread_name_prefix="weightcast-channel"
         )
-        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is sent
-        self._taking: dict[int, Sequence[Channel]] = {}  # by bucket, likewise
-        self._closed = False
+        self._taking: dict[int, Sequence[Channel]] = {}  # by bucket, until it is sent
 
     @classmethod
     def of(cls, wiring: Wiring, **more: Any) -> Self:
@@ -151,10 +149,8 @@ class BroadcastTransport(Pumped):
         """As ``Transport.send``."""
         index = bucket.layout.index
         self._taking[index] = [channel for channel in self._channels if channel.takes(index)]
-        if self._device.type == "cuda":
-            event = self._filled[index] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-        self._pump.put(bucket, tuple(shared))
+        self._note_filled(bucket)
+        super().send(bucket, shared)
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
@@ -172,12 +168,8 @@ class BroadcastTransport(Pumped):
         for channel in self._channels:
             channel.abort(reason)
 
-    def close(self) -> None:
-        """As ``Transport.close``."""
-        if self._closed:
-            return
-        self._closed = True
-        self._pump.close()
+    def _end(self) -> None:
+        super()._end()
         self.settle()
         self._each(Channel.close, self._channels)
         self._pool.shutdown(wait=True)

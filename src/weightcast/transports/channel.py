@@ -34,6 +34,7 @@ from weightcast.protocols import Invitation, Meeting, Storing
 from weightcast.transports.blame import find_culprit, raise_together, together, try_each
 from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.messages import Join
 
 log = logging.getLogger("weightcast.transports.channel")
 
@@ -249,20 +250,22 @@ class Channel:
                 _join(
                     link,
                     Invitation(
-                        session=link.session,
-                        group=name,
-                        host=self._host,
-                        port=meeting.port,
-                        token=token,
-                        first_rank=link.group_rank,
-                        world_size=rank,
-                        backend=backend_for(self._device),
+                        join=Join(
+                            session=link.session,
+                            group=name,
+                            host=self._host,
+                            port=meeting.port,
+                            token=token,
+                            first_rank=link.group_rank,
+                            world_size=rank,
+                            backend=backend_for(self._device),
+                            timeout_s=self._timeout_s,
+                            wants=self._trainers is not None,
+                            relays=self._relays,
+                            members=link.members if link.near else (),
+                        ),
                         bucket_bytes=self._bucket_bytes,
-                        timeout_s=self._timeout_s,
                         unique_id=unique_id,
-                        wants=self._trainers is not None,
-                        relays=self._relays,
-                        members=link.members if link.near else (),
                     ),
                 )
                 for link in joining
@@ -523,8 +526,8 @@ def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:
 
 async def _join(link: Link, invitation: Invitation) -> None:
     try:
-        await link.ask("join", link.adapter.join(invitation), timeout_s=invitation.timeout_s)
+        await link.ask("join", link.adapter.join(invitation), timeout_s=invitation.join.timeout_s)
     except TargetError:
         raise
     except DeadlineExceeded as error:
-        raise TargetLost(f"{link.url}: did not join {invitation.group} in time", url=link.url) from error
+        raise TargetLost(f"{link.url}: did not join {invitation.join.group} in time", url=link.url) from error

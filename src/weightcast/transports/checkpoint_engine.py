@@ -54,7 +54,7 @@ class TakesHandles(Protocol):
 
 
 class CheckpointEngineTransport(Pumped):
-    """Same host, any executor."""
+    """Same host, any executor.  Engines are told where to ask with the first bucket."""
 
     name = "checkpoint-engine"
 
@@ -66,14 +66,6 @@ class CheckpointEngineTransport(Pumped):
         self._context = zmq.Context()
         self._feeds = [Feed(link, self._context, folder=self._folder.path, timeout_s=timeout_s) for link in links]
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(links)), thread_name_prefix="weightcast-feed")
-        self._closed = False
-
-    def connect(self) -> None:
-        """Nothing to create: engines are told where to ask with the first bucket."""
-
-    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``."""
-        self._pump.put(bucket, tuple(shared))
 
     def drain(self) -> None:
         """As ``Transport.drain``; engines unmap and finish."""
@@ -87,13 +79,9 @@ class CheckpointEngineTransport(Pumped):
         self.settle()
         self._each(lambda feed: feed.part(reason))
 
-    def close(self) -> None:
-        """As ``Transport.close``."""
-        if self._closed:
-            return
-        self._closed = True
+    def _end(self) -> None:
         self.abort("closed")
-        self._pump.close()
+        super()._end()
         self._pool.shutdown(wait=True)
         self._context.term()
         self._folder.remove()

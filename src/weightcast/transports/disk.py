@@ -98,11 +98,9 @@ class DiskTransport(Pumped):
             )
         self._lock = threading.Lock()
         self._folder: OwnedFolder | None = None
-        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is written
         self._file: BinaryIO | None = None
         self._left_bytes = 0
         self._staged = bytearray()  # host copy of a bucket: a file is written from host memory
-        self._closed = False
 
     def connect(self) -> None:
         """Begins a new file; raises ConfigError if it cannot be written."""
@@ -125,9 +123,7 @@ class DiskTransport(Pumped):
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``.  The caller's current stream fills the bucket."""
-        if bucket.data.is_cuda:
-            event = self._filled[bucket.layout.index] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(bucket.data.device))
+        self._note_filled(bucket)
         self._pump.put(bucket, ())
 
     def drain(self) -> None:
@@ -149,12 +145,8 @@ class DiskTransport(Pumped):
         """Deletes the file.  No target waits for it."""
         self._discard()
 
-    def close(self) -> None:
-        """As ``Transport.close``."""
-        if self._closed:
-            return
-        self._closed = True
-        self._pump.close()
+    def _end(self) -> None:
+        super()._end()
         self._discard()
 
     def _write(self, bucket: Bucket, _: tuple[Shared, ...]) -> None:

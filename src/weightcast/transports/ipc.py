@@ -18,7 +18,10 @@ from weightcast.wire.bucket import Bucket
 
 
 class IpcTransport(Pumped):
-    """Shares buckets with engines on the trainers' hosts: CUDA IPC on GPUs, shared memory on CPUs."""
+    """Shares buckets with engines on the trainers' hosts: CUDA IPC on GPUs, shared memory on CPUs.
+
+    Engines map a buffer when they first get its handle.
+    """
 
     name = "ipc"
 
@@ -28,24 +31,9 @@ class IpcTransport(Pumped):
         self._timeout_s = timeout_s
         in_flight = in_flight or in_flight_to(self._links)
         super().__init__(self._send_one, in_flight=in_flight)
-        self._closed = False
 
-    def connect(self) -> None:
-        """Does nothing: engines map a buffer when they first get its handle."""
-
-    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``."""
-        self._pump.put(bucket, tuple(shared))
-
-    def abort(self, reason: str) -> None:
-        """Does nothing: each post has a deadline, and the engines' own abort ends it earlier."""
-
-    def close(self) -> None:
-        """As ``Transport.close``."""
-        if self._closed:
-            return
-        self._closed = True
-        self._pump.close()
+    def _end(self) -> None:
+        super()._end()
         leave_all(self._links)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:

@@ -8,8 +8,10 @@ gets the announcement of a bucket while it still reads the bucket before, which 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 
 from weightcast.comm.shared_buckets import Shared
 from weightcast.transports.blame import raise_together
@@ -72,10 +74,19 @@ class Pump:
 
 
 class Pumped:
-    """The methods of ``Transport`` that only call the pump."""
+    """A ``Transport`` that needs no group and sends one bucket at a time by the pump; subclasses have what is more."""
 
     def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
         self._pump = Pump(send_one, in_flight=in_flight)
+        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until a thread has waited for it
+        self._closed = False
+
+    def connect(self) -> None:
+        """As ``Transport.connect``; there is no group to make."""
+
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
+        """As ``Transport.send``.  The caller's current stream fills the bucket."""
+        self._pump.put(bucket, tuple(shared))
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
@@ -84,3 +95,22 @@ class Pumped:
     def settle(self) -> None:
         """As ``Transport.settle``."""
         self._pump.settle()
+
+    def abort(self, reason: str) -> None:
+        """As ``Transport.abort``: each post has a deadline, and the engines' own abort ends it earlier."""
+
+    def close(self) -> None:
+        """As ``Transport.close``."""
+        if not self._closed:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        """Ends the threads, and what the subclass has made."""
+        self._pump.close()
+
+    def _note_filled(self, bucket: Bucket) -> None:
+        """Notes the end of the caller's work on a bucket, for which the stream of another thread does not wait."""
+        if bucket.data.is_cuda:
+            event = self._filled[bucket.layout.index] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(bucket.data.device))

@@ -82,8 +82,8 @@ class LmdeployAdapter(StockAdapter):
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; LMDeploy answers when every member has joined."""
-        yield from _post("/init_weights_update_group", group_body(invitation))
-        self._group = invitation.group
+        yield from _post("/init_weights_update_group", group_body(invitation.join))
+        self._group = invitation.join.group
         return Ack(ok=True)
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from weightcast.adapters.receiver_messages import announce_of, join_of
+from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import TargetRejected, WireError
@@ -78,7 +78,7 @@ class NativeAdapter:
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
-        return self._apply(join_of(invitation))
+        return self._apply(invitation.join)
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from memory.  Of memory, a source that the engine has is named.

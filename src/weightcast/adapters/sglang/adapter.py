@@ -118,8 +118,8 @@ class SglangAdapter(StockAdapter):
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; SGLang answers when every member has joined."""
-        self._groups.add(invitation.group)
-        yield _post("/init_weights_update_group", **group_body(invitation))
+        self._groups.add(invitation.join.group)
+        yield _post("/init_weights_update_group", **group_body(invitation.join))
         return self._ack()
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:

@@ -56,14 +56,15 @@ class VllmAdapter(BaseVllmAdapter):
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group by NCCL's id; versions before 0.29 read the id from the group's store."""
         yield from self._release_old_group()
-        ranks = {"rank_offset": invitation.first_rank, "world_size": invitation.world_size}
+        join = invitation.join
+        ranks = {"rank_offset": join.first_rank, "world_size": join.world_size}
         packed = {
             "packed": True,
             "packed_buffer_size_bytes": invitation.bucket_bytes,
             "packed_num_buffers": _STREAMS,
         }
         by_id = {"nccl_unique_id_b64": base64.b64encode(invitation.unique_id).decode()}
-        by_store = {"master_address": invitation.host, "master_port": invitation.port}
+        by_store = {"master_address": join.host, "master_port": join.port}
         forms = [(ranks | by_id | packed, {}), (ranks | by_store | packed, {}), (ranks | by_store, packed)]
         yield from self._init(forms)
         self._in_group = True

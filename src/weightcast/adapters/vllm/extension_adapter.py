@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from weightcast.adapters.encoders import check_encoders
-from weightcast.adapters.receiver_messages import announce_of, join_of
+from weightcast.adapters.receiver_messages import announce_of
 from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.requests import post, succeeds
 from weightcast.comm.run_steps import EngineRequest, Steps
@@ -34,7 +34,7 @@ class ExtensionAdapter(BaseVllmAdapter):
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins the group as our receiver does."""
-        return self._apply(join_of(invitation))
+        return self._apply(invitation.join)
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from shared memory."""
