@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from weightcast.adapters.encoders import KEPT_TOWER, without_tower
-from weightcast.adapters.lmdeploy.handle_cache import HandleCache
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_readable
 from weightcast.adapters.stock import StockAdapter, group_body
 from weightcast.comm.run_steps import EngineRequest, Steps
@@ -40,7 +39,9 @@ class LmdeployAdapter(StockAdapter):
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
-        self._handles = HandleCache()
+        # What the server's ranks have mapped, until an update ends or they fall asleep; None if it is not known.  A
+        # bucket elsewhere must bring its handles: the server would read the old mapping and report no error.
+        self._mapped: tuple[object, ...] | None = None
         self._group = ""
         self._got: Delivery | None = None  # how buckets of this session came; None before the first
         self._delivery: Delivery = "group"
@@ -66,7 +67,7 @@ class LmdeployAdapter(StockAdapter):
     def open(self, message: Open) -> Steps:
         """Puts the engine to sleep and wakes its weights."""
         self._got, self._version = None, message.version
-        self._handles.clear()
+        self._mapped = None
         self._paused_at = time.monotonic()
         if (yield from _is_asleep()):
             status = yield from _receiver_status()
@@ -98,15 +99,16 @@ class LmdeployAdapter(StockAdapter):
         self._mixed = True
         memories = self._memory_of_ranks(shared)
         dtype = check_readable(layout, memories[0])
-        handle = self._handles.needs_handles(memories, dtype)
+        places = (dtype, *((one.handle, one.offset_bytes, one.size_bytes, one.turn) for one in memories))
+        handle = self._mapped != places
         body = {
             "serialized_named_tensors": [bucket_payload(layout, memory, handle=handle) for memory in memories],
             "load_format": _FLAT,
             "finished": False,
         }
-        self._handles.clear()  # until the engine has answered, its mappings are unknown
+        self._mapped = None  # until the engine has answered, its mappings are unknown
         yield EngineRequest(path="/update_weights", body=msgspec.json.encode(body))
-        self._handles.remember(memories, dtype)
+        self._mapped = places
         return Ack(ok=True)
 
     def handles(self, addresses: dict[str, str]) -> Steps:
@@ -129,7 +131,7 @@ class LmdeployAdapter(StockAdapter):
         elif self._got == "memory":
             end = {"serialized_named_tensors": [END] * self._info.tp_size, "finished": True}
             yield EngineRequest(path="/update_weights", body=msgspec.json.encode(end))
-            self._handles.clear()
+            self._mapped = None
             self._sleep_refused = False
         self._mixed = False
         stall_s = 0.0
@@ -151,7 +153,7 @@ class LmdeployAdapter(StockAdapter):
 
     def abort(self, session: str, reason: str) -> Steps:
         """Wakes the engine if no bucket has changed its weights; otherwise it sleeps until a full update."""
-        self._handles.clear()
+        self._mapped = None
         if self._mixed:
             if self._got == "memory":
                 try:
