@@ -251,7 +251,7 @@ def exchange_and_compare(case: dict) -> None:
                             bytearray(data), dtype=torch.uint8
                         )
                 assert next(arriving, None) is None, "more was sent than is wanted"
-                loader.load_messages_beside([received, *(filled[rank] for rank in near)], plan)
+                loader.load_messages([received, *(filled[rank] for rank in near)], plan)
                 num_pieces[number] += sum(len(message.pieces) for message in plan.messages)
         written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
         for count, loader in zip(num_pieces, loaders, strict=True):

@@ -102,7 +102,7 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
         for layout in layouts:
             buckets, parts = filled(layout, values, case)
             for loader in loaders:
-                loader.load_parts(buckets, parts)
+                load_parts(loader, buckets, parts)
         written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
         for model, loader in zip(models, loaders, strict=True):
             assert loader.missing(specs) == []
@@ -114,6 +114,11 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
         found = fold_resident(written)
         assert not found.broken
         assert found.digests == {name: tensor_digest(tensor) for name, tensor in values.items()}
+
+
+def load_parts(loader: Loader, buckets: list[Bucket], parts: tuple) -> None:
+    plan = loader.scattered.plan(buckets[0].layout, parts)
+    loader.load_scattered([bucket.data for bucket in buckets], plan)
 
 
 def a_loader() -> tuple[Loader, list[TensorSpec], list]:
@@ -140,7 +145,7 @@ def test_parts_that_are_not_the_whole_bucket_once_are_refused_before_anything_is
     loader, specs, [layout] = a_loader()
     buckets = [Bucket(layout, torch.ones(layout.size_bytes, dtype=torch.uint8)) for _ in range(2)]
     with pytest.raises(Refused):
-        loader.load_parts(buckets, parts)
+        load_parts(loader, buckets, parts)
     assert not loader.staging.target("t0").any()
     assert loader.missing(specs) == ["t0"]
 
@@ -152,7 +157,7 @@ def test_parts_that_move_to_another_buffer_are_read_there():
     for own, parts, value in ((first, (whole, ()), 1.0), (second, ((), whole), 2.0)):
         loader.begin()
         own.view(layout.slots[0]).fill_(value)
-        loader.load_parts([first, second], parts)
+        load_parts(loader, [first, second], parts)
         assert loader.staging.target("t0").eq(value).all()
 
 
@@ -170,7 +175,7 @@ def test_buffers_that_swap_their_addresses_are_read_as_they_lie_now():
             bucket.data.fill_(255)
         buckets[0].view(layout.slots[0])[:2] = value
         buckets[1].view(layout.slots[0])[2:] = -value
-        loader.load_parts(buckets, parts)
+        load_parts(loader, buckets, parts)
         loader.commit()
         assert model.t0[:2].eq(value).all()
         assert model.t0[2:].eq(-value).all()

@@ -336,24 +336,13 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
         return self._copier.copy(bucket, plan, self.staging, summed=summed)
 
-    def load_parts(
-        self, buckets: Sequence[Bucket], parts: Parts, *, far: Collection[int] = (), summed: bool = True
-    ) -> None:
-        """Copies this rank's own share of a bucket whose parts lie in several buffers, as ``load`` does.
-
-        ``far`` has the numbers of buffers that lie on another GPU and are mapped for this rank's.
-
-        Raises:
-            Refused: As ``load``, or the parts are not the whole bucket exactly once.
-        """
-        layout = buckets[0].layout
-        plan = self.scattered.plan(layout, parts)
-        self.load_scattered([bucket.data for bucket in buckets], plan, far=far, summed=summed)
-
     def load_scattered(
         self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, far: Collection[int] = (), summed: bool = True
     ) -> None:
-        """As ``load_parts``, out of the places of a plan, each flat uint8."""
+        """Copies this rank's own share of a bucket out of the places of a plan, each flat uint8, as ``load`` does.
+
+        ``far`` has the numbers of buffers that lie on another GPU and are mapped for this rank's.
+        """
         rows = self._plan(plan.layout)
         if not self._count_rows(rows):
             for number, (slot, _) in enumerate(rows.table):
@@ -363,16 +352,11 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
-    def load_messages_beside(
+    def load_messages(
         self, memories: Sequence[torch.Tensor], plan: ExchangePlan, *, far: Collection[int] = (), summed: bool = True
     ) -> None:
-        """As ``load_messages`` for the first memory, with parts in trainer ranks' buffers in the others."""
+        """As ``load_scattered``: the messages are in the first memory, and parts in the other ones."""
         self.load_scattered(memories, plan.copies, far=far, summed=summed)
-        self.scattered.received_bytes += plan.size_bytes
-
-    def load_messages(self, received: torch.Tensor, plan: ExchangePlan, *, summed: bool = True) -> None:
-        """As ``load``, for this rank's own share of a bucket, out of the messages that brought it, flat uint8."""
-        self.load_scattered([received], plan.copies, summed=summed)
         self.scattered.received_bytes += plan.size_bytes
 
     def chunks(self, tp_size: int) -> ResidentChunks:

@@ -89,38 +89,33 @@ class Shares:
                 f"{name} must equal {original}, which no rank compares when each reads only its own share",
                 hint='use another transport: transport="auto"',
             )
-        if isinstance(source, ScatteredSource):
-            buckets = self.memory.read_parts(layout, source.buffers)
+        scattered = self.loader.scattered
+        if isinstance(source, OwnLegs):
+            return self._take_legs(layout, source, timeout_s=timeout_s, summed=summed, interrupted=interrupted)
+        if isinstance(source, ScatteredSource | MappedSource):
+            if isinstance(source, ScatteredSource):
+                memories = self.memory.read_parts(layout, source.buffers)
+            else:
+                memories = self.memory.read_memories(source.memories)
             if interrupted():
                 raise Refused("interrupted")
             arrived = time.monotonic()
-            parts = tuple(buffer.parts for buffer in source.buffers)
-            far = self.memory.far([bucket.data for bucket in buckets])
-            self.loader.load_parts(buckets, parts, far=far, summed=summed)
-            wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
-            return arrived
-        if isinstance(source, MappedSource):
-            memories = self.memory.read_memories(source.memories)
-            if interrupted():
-                raise Refused("interrupted")
-            arrived = time.monotonic()
-            plan = self.loader.scattered.plan_mapped(layout, source.parts, memories)
+            if isinstance(source, ScatteredSource):
+                plan = scattered.plan(layout, tuple(buffer.parts for buffer in source.buffers))
+            else:
+                plan = scattered.plan_mapped(layout, source.parts, memories)
             self.loader.load_scattered(memories, plan, far=self.memory.far(memories), summed=summed)
             wait_for_streams(self.device, *(memory.device for memory in memories))
             return arrived
         if isinstance(source, RemoteSource):
-            plan = self.loader.scattered.plan_exchange(
-                layout, tuple(buffer.parts for buffer in source.buffers), read=True
-            )
+            plan = scattered.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers), read=True)
             received = self.remote.read(
                 layout, source.buffers, plan, wanted=self._name(), timeout_s=timeout_s, interrupted=interrupted
             )
             arrived = time.monotonic()
-            self.loader.load_messages(received, plan, summed=summed)
+            self.loader.load_messages([received], plan, summed=summed)
             return arrived
-        if isinstance(source, OwnLegs):
-            return self._take_legs(layout, source, timeout_s=timeout_s, summed=summed, interrupted=interrupted)
-        plan = self.loader.scattered.plan_exchange(layout, source.parts)
+        plan = scattered.plan_exchange(layout, source.parts)
         relay = self.groups.relay(source.group)
         room = self._room(plan.size_bytes, passed_on=bool(relay.downstream), timeout_s=timeout_s)
         received, whole = room.data, room.data[: plan.size_bytes]
@@ -132,7 +127,7 @@ class Shares:
         what = f"bucket {layout.index}"
         room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
         arrived = time.monotonic()
-        self.loader.load_messages(received, plan, summed=summed)
+        self.loader.load_messages([received], plan, summed=summed)
         wait_for_streams(self.device)
         return arrived
 
@@ -150,7 +145,7 @@ class Shares:
         parts = tuple(leg.parts for leg in source.legs)
         plan = self.loader.scattered.plan_legs(layout, parts, tuple(rank for rank, _, _ in near))
         buffers = [PartialBuffer(handle=handle, parts=own) for _, own, handle in near]
-        buckets = self.memory.read_parts(layout, buffers)  # before anything is received: a refusal comes at once
+        here = self.memory.read_parts(layout, buffers)  # before anything is received: a refusal comes at once
         room = self._room(plan.size_bytes, passed_on=False, timeout_s=timeout_s)
         receives = _receives(plan, room.data)
         if receives and source.group is None:
@@ -161,10 +156,9 @@ class Shares:
         if interrupted():
             raise Refused("interrupted")
         arrived = time.monotonic()
-        far = {1 + number for number in self.memory.far([bucket.data for bucket in buckets])}
-        memories = [room.data, *(bucket.data for bucket in buckets)]
-        self.loader.load_messages_beside(memories, plan, far=far, summed=summed)
-        wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
+        far = {1 + number for number in self.memory.far(here)}
+        self.loader.load_messages([room.data, *here], plan, far=far, summed=summed)
+        wait_for_streams(self.device, *(memory.device for memory in here))
         return arrived
 
     def trim(self) -> None:

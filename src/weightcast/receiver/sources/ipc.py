@@ -53,14 +53,16 @@ class SharedMemorySource:
         """Devices of the mapped buffers."""
         return {mapping.data.device for mapping in self._mappings.values()}
 
-    def read_parts(self, layout: BucketLayout, buffers: Sequence[PartialBuffer]) -> list[Bucket]:
-        """The bucket of each trainer rank, with that rank's own parts; no copy.  Valid until the sender is answered.
+    def read_parts(self, layout: BucketLayout, buffers: Sequence[PartialBuffer]) -> list[torch.Tensor]:
+        """The bucket of each trainer rank, flat uint8, with that rank's own parts.
+
+        Nothing is copied, and the tensors are valid until the sender is answered.
 
         Raises:
             MappingFailed: A buffer cannot be mapped here, or is not filled any more; the text says why.
         """
         limit = 2 * len(buffers) + _MAX_MAPPINGS
-        return [self._open(layout, buffer.handle, limit) for buffer in buffers]
+        return [self._open(layout, buffer.handle, limit).data for buffer in buffers]
 
     def read(self, layout: BucketLayout, handles: Sequence[MemoryHandle]) -> Bucket:
         """The bucket, where the sender put it; no copy.  Valid until the sender is answered.
