@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.clock import PATIENCE_S
+from weightcast.comm import nccl
 from weightcast.comm.nccl import UNIQUE_ID_BYTES, NcclGroup, new_unique_id
 from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import ConfigError, DeadlineExceeded
@@ -63,6 +64,7 @@ def on_a_cpu(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from nccl.core import Communicator
 
     monkeypatch.setattr(Communicator, "device", SimpleNamespace(device_id=CPU.index))
+    monkeypatch.setattr(nccl, "CudaLane", lambda device: Lane())
 
 
 def join(
@@ -80,7 +82,6 @@ def join(
         world_size=world_size,
         device=CPU,
         timeout_s=timeout_s,
-        lane=Lane(),
         cancelled=cancelled,
     )
 

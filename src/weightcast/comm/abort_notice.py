@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
@@ -13,6 +12,7 @@ from weightcast.comm.rendezvous import first_line
 from weightcast.runtime import blocking_threads
 
 _KEY = "aborted"
+_THREAD = "weightcast-abort-notice"
 _POLL_S = 0.05
 _TELL_S = 1.0  # for the store to take the word
 
@@ -41,14 +41,14 @@ class AbortNotice:
         now = time.monotonic()
         if now - self._asked_at >= _POLL_S:
             self._asked_at = now
-            self._asked = _start(self._ask)
+            self._asked = blocking_threads.call(self._ask, name=_THREAD)
         return ""
 
     def tell(self, why: str) -> None:
         """Tells the other members; waits for the store, but no longer than two seconds."""
         if self._asked is not None and wait([self._asked], _TELL_S).not_done:
             return
-        wait([_start(lambda: self._set(why))], _TELL_S)
+        wait([blocking_threads.call(lambda: self._set(why), name=_THREAD)], _TELL_S)
 
     def _ask(self) -> str:
         try:
@@ -60,9 +60,3 @@ class AbortNotice:
         with suppress(RuntimeError):  # a store that is gone tells the others as much
             self._store.set(_KEY, why)
         return why
-
-
-def _start(work: Callable[[], str]) -> Future[str]:
-    done = Future[str]()
-    blocking_threads.start(lambda: done.set_result(work()), name="weightcast-abort-notice")
-    return done

@@ -1,10 +1,12 @@
-"""Point-to-point messages among the members of an update group, all of one batch in flight at once."""
+"""Point-to-point messages among the members of a group of torch, all of one batch in flight at once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +14,15 @@ import torch
 from weightcast.runtime import blocking_threads
 
 _POLL_S = 0.05
-_TAGS = 1 << 29  # below the tag by which a group hangs up
+NUM_TAGS = 1 << 30
+_HANG_UP_TAG = NUM_TAGS + 1
 
 
 class Move(NamedTuple):
-    """One message: the other member's rank, and contiguous uint8 memory that is not empty."""
+    """One message: the other member's rank, and contiguous memory that is not empty, on the group's device.
+
+    Among trainer ranks it has any dtype and shape; in an update group it is uint8.
+    """
 
     peer: int
     data: torch.Tensor
@@ -35,12 +41,12 @@ class Tags:
     def of_send(self, peer: int) -> int:
         """The tag of the next message to a member."""
         self._sent[peer] += 1
-        return self._sent[peer] % _TAGS
+        return self._sent[peer] % NUM_TAGS
 
     def of_receive(self, peer: int) -> int:
         """The tag of the next message from a member."""
         self._received[peer] += 1
-        return self._received[peer] % _TAGS
+        return self._received[peer] % NUM_TAGS
 
 
 def start_moves(
@@ -88,15 +94,18 @@ def start_apart(
 
 def call_apart(call: Callable[[], list[Any]], look: Callable[[], None]) -> list[Any]:
     """Calls a function on a thread that is left behind if ``look`` raises; returns or raises what it does."""
-    made = Future[list[Any]]()
-
-    def run() -> None:
-        try:
-            made.set_result(call())
-        except BaseException as error:  # noqa: BLE001  the caller raises it
-            made.set_exception(error)
-
-    blocking_threads.start(run, name="weightcast-start-moves")
+    made = blocking_threads.call(call, name="weightcast-start-moves")
     while wait([made], _POLL_S).not_done:
         look()
     return made.result()
+
+
+def hang_up(group: Any) -> None:
+    """Ends every wait of this process and of its peers in a gloo group."""
+    # Gloo's own abort ends no wait, and destroying a group waits for operations under way.  A receive that times out
+    # closes every connection of the group.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                group.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))

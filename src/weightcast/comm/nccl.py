@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -49,29 +49,6 @@ def new_unique_id() -> bytes:
         raise GroupFailed(f"NCCL made no unique id: {error}") from error
 
 
-class Work(Protocol):
-    """Enqueued work."""
-
-    def query(self) -> bool:
-        """Returns True when the work is done."""
-        ...
-
-
-class Lane(Protocol):
-    """The stream of a group's work; ``pointer`` is the address of the CUDA stream."""
-
-    pointer: int
-
-    @contextmanager
-    def here(self) -> Generator[None]:
-        """Makes the stream's device the current one."""
-        ...
-
-    def record(self) -> Work:
-        """Marks the end of the work enqueued so far."""
-        ...
-
-
 class CudaLane:
     """A separate CUDA stream, so that a broadcast waits for no work of a training step."""
 
@@ -82,12 +59,12 @@ class CudaLane:
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """Implements ``Lane.here``."""
+        """Makes the stream's device the current one."""
         with torch.cuda.device(self._device):
             yield
 
-    def record(self) -> Work:
-        """Implements ``Lane.record``."""
+    def record(self) -> torch.cuda.Event:
+        """Marks the end of the work enqueued so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -109,7 +86,6 @@ class NcclGroup:
         device: torch.device,
         timeout_s: float,
         cancelled: threading.Event | None = None,
-        lane: Lane | None = None,
     ) -> None:
         """Meets the other members.  Returns when all are there and have summed one number.
 
@@ -117,7 +93,6 @@ class NcclGroup:
             unique_id: Id from ``new_unique_id``, the same for all members.
             timeout_s: Deadline of the rendezvous, in seconds.
             cancelled: Event by which another thread cancels the rendezvous.
-            lane: Stream of the group's work; None makes one.
 
         Raises:
             ConfigError: As ``new_unique_id``.
@@ -129,7 +104,7 @@ class NcclGroup:
         self.world_size = world_size
         self.device = device
         self._nccl, self._nccl_error = nccl_binding()
-        self._lane = lane or CudaLane(device)
+        self._lane = CudaLane(device)
         self._lock = threading.Lock()  # an abort frees the communicator: no other thread may be inside NCCL with it
         self._why = ""
         self._communicator: Communicator = self._nccl.Communicator()

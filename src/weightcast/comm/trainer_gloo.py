@@ -10,9 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from weightcast.comm.group_moves import NUM_TAGS, hang_up
 from weightcast.comm.trainer_failure import FailureState
-
-NUM_TAGS = 1 << 30
 
 
 class GlooPeers:
@@ -44,12 +43,7 @@ class GlooPeers:
 
     def hang_up(self) -> None:
         """Ends every wait of this process and of its peers in the group."""
-        # Gloo's own abort ends no wait.  A receive that times out does: it closes every connection of the group.
-        for peer in range(self._group.size()):
-            if peer != self._group.rank():
-                with suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    self._group.recv([nothing], peer, NUM_TAGS + 1).wait(timedelta(milliseconds=1))
+        hang_up(self._group)
 
     def close(self) -> None:
         """Destroys the group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import torch.distributed as dist
 
@@ -25,19 +25,15 @@ def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> 
     Raises:
         TrainerRankFailed: The store did not answer in time, or is lost.
     """
-    met = Future[tuple[str, tuple[int, ...]]]()
     answered, gave_up = threading.Event(), threading.Event()
 
-    def work() -> None:
-        try:
-            store.add(f"{_PREFIX}/attempts", 0)
-            answered.set()
-            met.set_result(_meet(store, rank, world_size, timeout_s, gave_up))
-        except BaseException as error:  # noqa: BLE001  raised below, where it is waited for
-            met.set_exception(error)
+    def work() -> tuple[str, tuple[int, ...]]:
+        store.add(f"{_PREFIX}/attempts", 0)
+        answered.set()
+        return _meet(store, rank, world_size, timeout_s, gave_up)
 
     # We cannot set the store's own deadline, so a thread asks it and may be left behind.
-    blocking_threads.start(work, name="weightcast-meet", give_up=gave_up.set)
+    met = blocking_threads.call(work, name="weightcast-meet", give_up=gave_up.set)
     try:
         wait([met], timeout_s)
         return met.result(_LAST_WORD_S if answered.is_set() else 0.0)

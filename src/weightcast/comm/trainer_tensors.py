@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from weightcast.comm.group_moves import Move, Tags
 from weightcast.comm.trainer_failure import FailureState
 from weightcast.comm.trainer_gloo import GlooPeers, destroy_group
 from weightcast.errors import TrainerRankFailed
@@ -21,22 +20,13 @@ from weightcast.runtime import blocking_threads
 _MAX_ABORT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One message of a batch; ``tensor`` is contiguous, not empty, of any dtype and shape, on the group's device."""
-
-    peer: int
-    tensor: torch.Tensor
-
-
 class GlooTensors:
     """Tensors over gloo; those of a GPU pass through host memory."""
 
     def __init__(self, group: dist.ProcessGroup, failure: FailureState) -> None:
         self._failure = failure
         self._peers = GlooPeers(group, failure)
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._tags = Tags()
 
     def move(self, sends: Sequence[Move], receives: Sequence[Move], *, what: str) -> None:
         """Implements ``TrainerGroup.move``."""
@@ -44,16 +34,14 @@ class GlooTensors:
         bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
         works: list[tuple[int, dist.Work]] = []
         for move in receives:
-            raw = _raw(move.tensor)
+            raw = _raw(move.data)
             if raw.is_cuda:
                 bounced.append((raw, torch.empty(raw.shape, dtype=torch.uint8)))
                 raw = bounced[-1][1]
-            works.append((move.peer, self._peers.receive(raw, move.peer, self._received[move.peer], what)))
-            self._received[move.peer] += 1
+            works.append((move.peer, self._peers.receive(raw, move.peer, self._tags.of_receive(move.peer), what)))
         for move in sends:
-            raw = _raw(move.tensor).cpu()
-            works.append((move.peer, self._peers.send(raw, move.peer, self._sent[move.peer], what)))
-            self._sent[move.peer] += 1
+            raw = _raw(move.data).cpu()
+            works.append((move.peer, self._peers.send(raw, move.peer, self._tags.of_send(move.peer), what)))
         for peer, work in works:
             self._peers.wait(peer, work, what, deadline)
         for target, raw in bounced:
@@ -95,8 +83,8 @@ class NcclTensors:
     def move(self, sends: Sequence[Move], receives: Sequence[Move], *, what: str) -> None:
         """Implements ``TrainerGroup.move``."""
         group = self._open_group()
-        batch = [dist.P2POp(dist.isend, _raw(move.tensor), move.peer, group) for move in sends]
-        batch += [dist.P2POp(dist.irecv, _raw(move.tensor), move.peer, group) for move in receives]
+        batch = [dist.P2POp(dist.isend, _raw(move.data), move.peer, group) for move in sends]
+        batch += [dist.P2POp(dist.irecv, _raw(move.data), move.peer, group) for move in receives]
         self._run(lambda: dist.batch_isend_irecv(batch), what)
 
     def all_gather(self, tensors: Sequence[torch.Tensor], *, what: str) -> None:

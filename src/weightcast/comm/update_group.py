@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weightcast.comm import told_words
 from weightcast.comm.abort_notice import AbortNotice
-from weightcast.comm.group_moves import Move, Tags, start_apart, start_moves
+from weightcast.comm.group_moves import Move, Tags, call_apart, hang_up, start_apart, start_moves
 from weightcast.comm.relays import Relay, chains
 from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, relay_of, with_token
 from weightcast.comm.watchdog import groups_that_end_nothing
@@ -42,7 +42,6 @@ _LONGEST_POLL_S = 1e-2
 _CANCEL_POLL_S = 0.05
 # After the deadline, to learn who is missing: on a busy machine the store takes its time.  A stopped one never answers.
 _LEAST_NAMING_S, _MOST_NAMING_S = 1.0, 5.0
-_HANG_UP_TAG = 1 << 30
 _relay = msgspec.json.Decoder(Relay)
 
 
@@ -147,10 +146,10 @@ class UpdateGroup:
                         told_words.publish(prefixed, world_size)  # before the first byte, for which the others wait
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # that abort found no group yet
-                    _hang_up(group, rank, world_size, device)
+                    _hang_up(group, device)
                 if meeting == "weightcast":
                     hello = torch.zeros(1, dtype=torch.uint8, device=device)
-                    self._finish(self._start(hello), "the first byte", timeout_s)
+                    self.finish(self.start_broadcast(hello), what="the first byte", timeout_s=timeout_s)
                 if relays:
                     self.relay = _relay.decode(prefixed.get(relay_of(rank)))
                 made.append(None)
@@ -229,7 +228,15 @@ class UpdateGroup:
         ``patience_s`` limits the time from now until it is complete, in seconds, for a broadcast that is entered long
         before rank 0 may enter it.  None takes the deadline of the rendezvous.  Only gloo keeps such a limit.
         """
-        return self._start(data, patience_s)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if patience_s is not None and self.device.type == "cpu":
+            options.timeout = timedelta(seconds=patience_s)
+        group = self._check()
+        try:
+            return group.broadcast([data], options)
+        except RuntimeError as error:
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def finish(self, work: Any, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
         """Waits for a broadcast.  After it, ``data`` is complete on this rank, not merely enqueued.
@@ -242,7 +249,22 @@ class UpdateGroup:
             DeadlineExceeded: The deadline passed; the group is unusable now.
             GroupFailed: A peer died or the group was aborted.
         """
-        self._finish(work, what, timeout_s, poll)
+        deadline = time.monotonic() + timeout_s
+        backoff = Backoff()
+        while not work.is_completed():
+            if poll is not None:
+                poll()
+            self._check()
+            self._look_for_abort()
+            if time.monotonic() > deadline:
+                raise self._waited(timeout_s, what)
+            backoff.sleep()
+        self._check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.abort(first_line(error))
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def broadcast(self, data: torch.Tensor, *, what: str, timeout_s: float) -> None:
         """Calls ``start_broadcast`` and ``finish``."""
@@ -310,34 +332,28 @@ class UpdateGroup:
         """
         if self.device.type == "cuda":
             for work in works:
-                self._finish(work, what, timeout_s)
+                self.finish(work, what=what, timeout_s=timeout_s)
             return
         deadline = time.monotonic() + timeout_s
-        errors: list[RuntimeError] = []
-        done = threading.Event()
 
-        def wait() -> None:
-            try:
-                # A message of gloo says that it is complete only to those who wait for it.
-                for work in works:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                errors.append(error)
-            finally:
-                done.set()
+        def wait() -> list[Any]:
+            # A message of gloo says that it is complete only to those who wait for it.
+            for work in works:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            return []
 
-        if self._notice is None:
-            wait()
-        else:
-            blocking_threads.start(wait, name="weightcast-moves")
-            while not done.wait(_CANCEL_POLL_S):
-                self._look_for_abort()
+        try:
+            if self._notice is None:
+                wait()
+            else:
+                call_apart(wait, self._look_for_abort)
+        except RuntimeError as error:
+            self._check()
+            if time.monotonic() > deadline:
+                raise self._waited(timeout_s, what) from error
+            self.abort(first_line(error))
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
         self._check()
-        if errors and time.monotonic() > deadline:
-            raise self._waited(timeout_s, what)
-        if errors:
-            self.abort(first_line(errors[0]))
-            raise GroupFailed(f"group {self.name}: {first_line(errors[0])}")
 
     def abort(self, why: str) -> None:
         """Ends every wait now, here and at every other member.  Safe to call twice and from any thread."""
@@ -349,7 +365,7 @@ class UpdateGroup:
             self._notice.tell(why)
         group = self._group
         if group is not None:
-            _hang_up(group, self.rank, self.world_size, self.device)
+            _hang_up(group, self.device)
 
     def close(self) -> None:
         """Releases the group; safe to call twice."""
@@ -403,49 +419,13 @@ class UpdateGroup:
             raise GroupFailed(f"group {self.name}: {self._why or 'it does not exist yet'}")
         return group
 
-    def _start(self, data: torch.Tensor, patience_s: float | None = None) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        if patience_s is not None and self.device.type == "cpu":
-            options.timeout = timedelta(seconds=patience_s)
-        group = self._check()
-        try:
-            return group.broadcast([data], options)
-        except RuntimeError as error:
-            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
-    def _finish(self, work: Any, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
-        deadline = time.monotonic() + timeout_s
-        backoff = Backoff()
-        while not work.is_completed():
-            if poll is not None:
-                poll()
-            self._check()
-            self._look_for_abort()
-            if time.monotonic() > deadline:
-                raise self._waited(timeout_s, what)
-            backoff.sleep()
-        self._check()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self.abort(first_line(error))
-            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
-
-
-def _hang_up(group: Any, rank: int, world_size: int, device: torch.device) -> None:
+def _hang_up(group: Any, device: torch.device) -> None:
     """Ends every wait in a process group of torch, here and at the other members."""
     with suppress(RuntimeError):  # a group that fails to abort has ended its waits
         group.abort()
-    if device.type == "cuda":
-        return
-    # Gloo's own abort ends no wait, and destroying a group waits for operations under way.  A receive that times out
-    # closes every connection of the group, which ends the waits of this process and of its peers.
-    for peer in range(world_size):
-        if peer != rank:
-            with suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                group.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+    if device.type != "cuda":
+        hang_up(group)
 
 
 def _as_torch_does(store: dist.Store, name: str, device: torch.device) -> dist.Store:

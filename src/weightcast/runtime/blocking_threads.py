@@ -13,6 +13,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 LAST_WAIT_S = 5.0  # at interpreter exit, for all threads together
 
@@ -30,6 +34,20 @@ def start(work: Callable[[], None], *, name: str, give_up: Callable[[], None] | 
         _under_way[thread] = give_up
     thread.start()
     return thread
+
+
+def call(work: Callable[[], _Result], *, name: str, give_up: Callable[[], None] | None = None) -> Future[_Result]:
+    """As ``start``; the future has what ``work`` returns or raises."""
+    done = Future[_Result]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised where the future is waited for
+            done.set_exception(error)
+
+    start(run, name=name, give_up=give_up)
+    return done
 
 
 def wait_for_all(limit_s: float) -> list[str]:
