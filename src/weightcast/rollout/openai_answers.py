@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from weightcast.rollout.engine import RolloutEngine
@@ -14,32 +15,33 @@ from weightcast.rollout.text import Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One complete answer, as text and as tokens.
+class Piece:
+    """One complete answer, or the part of one that an event of a stream has.
 
     Attributes:
-        text: The text, or None for a model without a tokenizer.
-        answer: Tokens, log-probabilities and versions of the text, without tokens after a stop string.
+        text: Text of the piece; empty for a model without a tokenizer.
+        answer: Tokens, log-probabilities and versions up to the piece's end, without tokens after a stop string.
+        start: Number of the answer's tokens before the piece.
+        offset: Number of the answer's characters before it.
     """
 
     index: int
-    text: str | None
-    answer: Answer
-    finish_reason: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Part of a streamed answer."""
-
-    index: int
     text: str
-    tokens: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    offset: int
-    finish_reason: str | None
     answer: Answer
+    finish_reason: str | None
+    start: int = 0
+    offset: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """The piece's own tokens."""
+        return self.answer.tokens[self.start :]
+
+    @property
+    def scored(self) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+        """The piece's own tokens, with their log-probabilities and alternatives."""
+        answer, start = self.answer, self.start
+        return zip(answer.tokens[start:], answer.logprobs[start:], answer.top[start:], strict=True)
 
 
 class Shape:
@@ -54,23 +56,15 @@ class Shape:
         self._ids = body.return_token_ids
         self._created = int(time.time())
 
-    def whole(self, call: str, choices: Sequence[Choice], counts: dict[str, int]) -> dict[str, Any]:
+    def whole(self, call: str, choices: Sequence[Piece], counts: dict[str, int]) -> dict[str, Any]:
         """A response that is not streamed."""
-        entries: list[dict[str, Any]] = []
-        for choice in choices:
-            entry = {"index": choice.index, **self.content(choice), "finish_reason": choice.finish_reason}
-            if self._ids:
-                entry["token_ids"] = choice.answer.tokens
-            entries.append({**entry, **_versions([choice.answer])})
+        entries = [{**self._entry(choice, "message"), **_versions([choice.answer])} for choice in choices]
         head = self._head(call, self.kind)
         return {**head, "choices": entries, "usage": counts, **_versions([choice.answer for choice in choices])}
 
     def piece(self, call: str, piece: Piece) -> dict[str, Any]:
         """One event of a stream; the last of a choice has the weight versions of its tokens."""
-        entry = {"index": piece.index, **self.delta(piece), "finish_reason": piece.finish_reason}
-        if self._ids:
-            entry["token_ids"] = piece.tokens
-        known = _versions([piece.answer])
+        entry, known = self._entry(piece, "delta"), _versions([piece.answer])
         if piece.finish_reason is not None:
             entry |= known
         return {
@@ -83,13 +77,13 @@ class Shape:
         """The event with the token counts."""
         return {**self._head(call, self.chunk_kind), "choices": [], "usage": counts}
 
-    def content(self, choice: Choice) -> dict[str, Any]:
-        """Text and log-probabilities of a whole choice."""
+    def content(self, piece: Piece, key: str) -> dict[str, Any]:
+        """Text and log-probabilities; ``key`` is where a chat has its text."""
         raise AssertionError("each endpoint has its own")
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        """Text and log-probabilities of a part of a choice."""
-        raise AssertionError("each endpoint has its own")
+    def _entry(self, piece: Piece, key: str) -> dict[str, Any]:
+        entry = {"index": piece.index, **self.content(piece, key), "finish_reason": piece.finish_reason}
+        return {**entry, "token_ids": piece.tokens} if self._ids else entry
 
     def _head(self, call: str, kind: str) -> dict[str, Any]:
         return {"id": f"{self.prefix}-{call}", "object": kind, "created": self._created, "model": self._engine.model}
@@ -105,25 +99,10 @@ class CompletionShape(Shape):
         super().__init__(engine, body)
         self._logprobs = body.logprobs is not None
 
-    def content(self, choice: Choice) -> dict[str, Any]:
-        """Text and log-probabilities."""
-        answer = choice.answer
-        return {
-            "text": choice.text or "",
-            "logprobs": self._numbers(answer.tokens, answer.logprobs, answer.top, 0),
-        }
-
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        """New text and log-probabilities."""
-        return {
-            "text": piece.text,
-            "logprobs": self._numbers(piece.tokens, piece.logprobs, piece.top, piece.offset),
-        }
-
-    def _numbers(
-        self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]], start: int
-    ) -> dict[str, Any] | None:
-        return _completion_logprobs(self._engine.text, tokens, logprobs, top, start) if self._logprobs else None
+    def content(self, piece: Piece, key: str) -> dict[str, Any]:
+        """As ``Shape.content``."""
+        numbers = _completion_logprobs(self._engine.text, piece) if self._logprobs else None
+        return {"text": piece.text, "logprobs": numbers}
 
 
 class ChatShape(Shape):
@@ -137,26 +116,11 @@ class ChatShape(Shape):
         super().__init__(engine, body)
         self._logprobs = bool(body.logprobs)
 
-    def content(self, choice: Choice) -> dict[str, Any]:
-        """A message and log-probabilities."""
-        answer = choice.answer
-        return {
-            "message": {"role": "assistant", "content": choice.text or ""},
-            "logprobs": self._numbers(answer.tokens, answer.logprobs, answer.top),
-        }
-
-    def delta(self, piece: Piece) -> dict[str, Any]:
-        """New text and log-probabilities; the role with the first."""
-        first = {"role": "assistant"} if len(piece.tokens) == len(piece.answer.tokens) else {}
-        return {
-            "delta": {**first, "content": piece.text},
-            "logprobs": self._numbers(piece.tokens, piece.logprobs, piece.top),
-        }
-
-    def _numbers(
-        self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]
-    ) -> dict[str, Any] | None:
-        return _chat_logprobs(self._engine.text, tokens, logprobs, top) if self._logprobs else None
+    def content(self, piece: Piece, key: str) -> dict[str, Any]:
+        """As ``Shape.content``; the role comes with an answer's first tokens."""
+        role = {} if piece.start else {"role": "assistant"}
+        numbers = _chat_logprobs(self._engine.text, piece) if self._logprobs else None
+        return {key: {**role, "content": piece.text}, "logprobs": numbers}
 
 
 def usage(prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, int]:
@@ -186,35 +150,25 @@ def _versions(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"weight_version": max(answer.version for answer in answers), "weight_versions": _spans(answers)}
 
 
-def _completion_logprobs(
-    text: Text | None,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    top: Sequence[list[tuple[int, float]]],
-    start: int,
-) -> dict[str, Any]:
-    """The ``logprobs`` of a completion's choice, for tokens whose text starts at character `start`."""
-    pieces = [_piece(text, token) for token in tokens]
-    offsets: list[int] = []
-    for piece in pieces:
-        offsets.append(start)
-        start += len(piece)
+def _completion_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
+    """The ``logprobs`` of a completion's choice."""
+    scored = list(piece.scored)
+    words = [_piece(text, token) for token, _, _ in scored]
+    top = [{_piece(text, token): value for token, value in others} for _, _, others in scored]
     return {
-        "tokens": pieces,
-        "token_logprobs": list(logprobs),
-        "top_logprobs": [{_piece(text, token): value for token, value in entry} for entry in top] if any(top) else None,
-        "text_offset": offsets,
+        "tokens": words,
+        "token_logprobs": [value for _, value, _ in scored],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": list(accumulate(map(len, words), initial=piece.offset))[:-1],
     }
 
 
-def _chat_logprobs(
-    text: Text | None, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
-) -> dict[str, Any]:
+def _chat_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
     """The ``logprobs`` of a chat choice."""
     return {
         "content": [
             {**_entry(text, token, value), "top_logprobs": [_entry(text, *other) for other in others]}
-            for token, value, others in zip(tokens, logprobs, top, strict=True)
+            for token, value, others in piece.scored
         ]
     }
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.rollout.engine import RolloutEngine
-from weightcast.rollout.openai_answers import Choice, Piece, Shape, usage
+from weightcast.rollout.openai_answers import Piece, Shape, usage
 from weightcast.rollout.openai_requests import Sampled
 from weightcast.rollout.requests import Answer, Generation, GenerationRequest
 from weightcast.rollout.responses import error_body, json_response
@@ -105,15 +105,15 @@ class Call:
         body = shape.whole(self.id, choices, usage(self.prompt_tokens, [choice.answer for choice in choices]))
         return json_response(body)
 
-    async def _choices(self) -> list[Choice]:
+    async def _choices(self) -> list[Piece]:
         return list(await asyncio.gather(*map(self._choice, range(len(self._generations)))))
 
-    async def _choice(self, index: int) -> Choice:
+    async def _choice(self, index: int) -> Piece:
         generation, text = self._generations[index], self._engine.text
         if not self._body.stops or text is None:
             answer = await generation.finished()
-            plain = text.decode(answer.tokens) if text is not None else None
-            return Choice(index=index, text=plain, answer=answer, finish_reason=answer.finish_reason)
+            plain = text.decode(answer.tokens) if text is not None else ""
+            return Piece(index=index, text=plain, answer=answer, finish_reason=answer.finish_reason)
         stream, written = TextStream(text, self._body.stops), ""
         async for gained in generation.progress():
             written += stream.feed(gained.tokens)
@@ -123,10 +123,10 @@ class Call:
             written += stream.end()
         if not stream.stopped:
             answer = await generation.finished()
-            return Choice(index=index, text=written, answer=answer, finish_reason=answer.finish_reason)
+            return Piece(index=index, text=written, answer=answer, finish_reason=answer.finish_reason)
         self._engine.scheduler.abort(generation.request.request_id)
         answer = _first(generation.answer, stream.num_tokens)
-        return Choice(index=index, text=written, answer=answer, finish_reason="stop")
+        return Piece(index=index, text=written, answer=answer, finish_reason="stop")
 
     async def _events(self, shape: Shape) -> AsyncIterator[bytes]:
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -167,12 +167,10 @@ class Call:
                 piece = Piece(
                     index=index,
                     text=written,
-                    tokens=gained.tokens[:used],
-                    logprobs=gained.logprobs[:used],
-                    top=gained.top[:used],
-                    offset=offset,
-                    finish_reason=finish,
                     answer=_first(generation.answer, start + used),
+                    finish_reason=finish,
+                    start=start,
+                    offset=offset,
                 )
                 start += used
                 offset += len(written)
