@@ -19,14 +19,14 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import Refused, WireError
 from weightcast.exporters.gather import Gatherer
-from weightcast.exporters.held_parts import InMemory, slices
+from weightcast.exporters.held_parts import InMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_answers import fold_resident
 from weightcast.update.exchange import Exchange
 from weightcast.wire import pieces
 from weightcast.wire.answers import RankAck
-from weightcast.wire.box import Box
+from weightcast.wire.box import Box, slices
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Part
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets

@@ -14,14 +14,13 @@ from tests.unit.kimi import KIMI, kimi_module, stored_of
 from tests.unit.playing import Game, mesh_of
 from weightcast.errors import ConfigError
 from weightcast.exporters.families import family_named
-from weightcast.exporters.held_parts import slices
 from weightcast.exporters.local_shard import Within
 from weightcast.exporters.mapping import arrange
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.placements import agree, model_hash
 from weightcast.exporters.segments import Arranged, Segment
-from weightcast.wire.box import Box
+from weightcast.wire.box import Box, slices
 from weightcast.wire.layout import TensorSpec, dtype_name
 
 

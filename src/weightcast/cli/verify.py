@@ -154,9 +154,8 @@ def checkpoint_digests(
     import torch
 
     from weightcast.comm.trainer_group import TrainerGroup
+    from weightcast.digest.bucket_sums import piece_of
     from weightcast.digest.definition import add_partial, as_unsigned, finish, partial_sums
-    from weightcast.digest.pieces import Piece
-    from weightcast.wire.box import Box
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
@@ -171,8 +170,7 @@ def checkpoint_digests(
         exporter.fill(bucket, layout, group)
         for slot, view in bucket.views():
             spec = slot.spec
-            box = Box(offset=(slot.first_row, *(0 for _ in spec.shape[1:])), shape=slot.shape) if spec.shape else None
-            piece = Piece(tensor=view.to(dtypes[spec.name]), full_shape=spec.shape, box=box)
+            piece = piece_of(slot, view.to(dtypes[spec.name]), slot.first_row)
             totals[spec.name] = add_partial(totals[spec.name], as_unsigned(int(partial_sums([piece]).item())))
             done += slot.size_bytes
             advance(done, total)

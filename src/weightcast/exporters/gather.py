@@ -21,11 +21,11 @@ from weightcast.digest.source_sums import Folded, SourceSums, Taker
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
-from weightcast.exporters.held_parts import Held, HeldParts, InMemory, Local, Watch, is_ready, region, slices, to_sum
+from weightcast.exporters.held_parts import Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
 from weightcast.exporters.own_parts import OwnMemory, OwnParts
 from weightcast.exporters.ownership import Shared
 from weightcast.protocols import BucketUse
-from weightcast.wire.box import Box, contains, is_one_run
+from weightcast.wire.box import Box, contains, is_one_run, slices
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
@@ -198,7 +198,7 @@ class Gatherer:
             large = [slot for slot in layout.slots if slot.size_bytes >= MIN_LENT_BYTES]
             known = self._large[layout.index] = layout, large
         for slot in known[1]:
-            box = Box(offset=(slot.first_row, *(0 for _ in slot.spec.shape[1:])), shape=slot.shape)
+            box = slot.box
             for held in self._held.local(self._held.number[slot.spec.name]):
                 if held.memory is None or not contains(held.box, box):
                     continue

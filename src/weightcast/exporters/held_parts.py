@@ -11,7 +11,7 @@ import torch
 from weightcast.digest.pieces import Piece
 from weightcast.errors import ConfigError
 from weightcast.runtime.tensor_places import TensorPlaces
-from weightcast.wire.box import Box, contains
+from weightcast.wire.box import Box, contains, slices
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSlot, TensorSpec
 
@@ -147,12 +147,4 @@ def to_sum(slot: TensorSlot, box: Box, tensor: torch.Tensor) -> Piece:
 
 def region(bucket: Bucket, slot: TensorSlot, box: Box) -> torch.Tensor:
     """A view of the bucket where a box of a slot's tensor belongs."""
-    return bucket.view(slot)[slices(box, (slot.first_row, *(0 for _ in box.shape[1:])))]
-
-
-def slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """The box as an index into a tensor whose first element is at ``origin``."""
-    return tuple(
-        slice(offset - zero, offset - zero + extent)
-        for offset, extent, zero in zip(box.offset, box.shape, origin[: len(box.shape)], strict=True)
-    )
+    return bucket.view(slot)[slices(box, slot.box.offset)]

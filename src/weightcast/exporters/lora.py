@@ -18,7 +18,7 @@ from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.source_sums import Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
-from weightcast.exporters.held_parts import Computed, Held, InMemory, slices
+from weightcast.exporters.held_parts import Computed, Held, InMemory
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import (
@@ -33,7 +33,7 @@ from weightcast.exporters.peft_layers import (
 )
 from weightcast.exporters.segments import Segment
 from weightcast.protocols import BucketUse
-from weightcast.wire.box import Box
+from weightcast.wire.box import Box, slices
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, Packing, TensorSlot, TensorSpec, dtype_name, plan_buckets
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
-from weightcast.exporters.held_parts import Computed, Held, InMemory, slices
+from weightcast.exporters.held_parts import Computed, Held, InMemory
 from weightcast.exporters.module import GatheringExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import why_not_by_itself
 from weightcast.protocols import Shard
-from weightcast.wire.box import Box
+from weightcast.wire.box import Box, slices
 from weightcast.wire.layout import TensorSpec, dtype_name
 
 _PEFT_PREFIX = "base_model.model."

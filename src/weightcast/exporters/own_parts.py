@@ -17,9 +17,9 @@ from weightcast.digest.source_sums import Taker
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
-from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, region, slices, to_sum
+from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, region, to_sum
 from weightcast.runtime.scratch import Scratch
-from weightcast.wire.box import Box, split
+from weightcast.wire.box import Box, slices, split
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot
 

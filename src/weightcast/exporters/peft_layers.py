@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weightcast.errors import ConfigError
-from weightcast.exporters.held_parts import slices
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapter_layer
 from weightcast.exporters.segments import Segment
-from weightcast.wire.box import Box
+from weightcast.wire.box import Box, slices
 
 # Packages below ``peft.tuners`` whose ``merge`` gives the weights of the forward pass; the tests compare every one.
 MERGED = frozenset(

@@ -17,11 +17,11 @@ import torch
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
-from weightcast.exporters.held_parts import Computed, Held, Local, slices
+from weightcast.exporters.held_parts import Computed, Held, Local
 from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
 from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.ownership import Shared, SharedPart
-from weightcast.wire.box import Box, intersection
+from weightcast.wire.box import Box, intersection, slices
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 __all__ = ["Fp8Blocks", "Fp8Channels", "Fp8Format", "Fp8Tensors", "Mxfp8", "Nvfp4", "Quantiser", "quantised_specs"]

@@ -20,22 +20,9 @@ import msgspec
 import torch
 
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.wire.layout import MAX_DIMS
+from weightcast.wire.layout import DTYPES, MAX_DIMS, SAFETENSORS
 
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {stored: DTYPES[name] for name, stored in SAFETENSORS.items()}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _CHUNK_BYTES = 4 << 20  # two of these at most, on the way to a GPU
 _MAX_READ_BYTES = 1 << 30  # the kernel reads at most 2 GiB in one call

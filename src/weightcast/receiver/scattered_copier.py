@@ -32,6 +32,7 @@ from weightcast.receiver.scattered_plan import (
 )
 from weightcast.receiver.staging import Staging
 from weightcast.runtime.tensor_places import TensorPlaces
+from weightcast.wire.box import slices
 from weightcast.wire.bucket_sources import MappedPart
 from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -196,19 +197,11 @@ class ScatteredCopier:
         dtype = slot.spec.torch_dtype
         found = torch.empty(slot.shape, dtype=dtype, device=buffers[0].device)
         for source in sources:
-            box = source.box
-            origin = (slot.first_row, *(0 for _ in box.shape[1:]))[: len(box.shape)]
-            index = tuple(
-                slice(start - first, start - first + extent)
-                for start, extent, first in zip(box.offset, box.shape, origin, strict=True)
-            )
-            flat = Flat(buffers[source.buffer])
-            found[index].copy_(flat.region(dtype, box.shape, source.stride, source.offset, as_bits=False))
+            flat, shape = Flat(buffers[source.buffer]), source.box.shape
+            part = flat.region(dtype, shape, source.stride, source.offset, as_bits=False)
+            found[slices(source.box, slot.box.offset)].copy_(part)
         [total] = partial_sums([piece_of(slot, found, slot.first_row)]).tolist()
-        shape = slot.spec.shape
-        first = (slot.first_row, *(0 for _ in shape[1:])) if shape else ()
-        rows = (slot.num_rows, *shape[1:]) if shape else ()
-        self.wholes.append((HeldPart(spec=slot.spec, box_offset=first, box_shape=rows), total))
+        self.wholes.append((HeldPart(spec=slot.spec, box_offset=slot.box.offset, box_shape=slot.shape), total))
         return found
 
     def _transfer(

@@ -215,9 +215,8 @@ def _in_bucket(layout: BucketLayout, part: Part, buffer: int) -> Source:
     """A part that lies at its place in a bucket."""
     slot = layout.slots[part.slot]
     stride = contiguous_strides(slot.shape)
-    origin = (slot.first_row, *(0 for _ in part.shape[1:]))[: len(part.shape)]
     first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
-        (at - zero) * step for at, zero, step in zip(part.offset, origin, stride, strict=True)
+        (at - zero) * step for at, zero, step in zip(part.offset, slot.box.offset, stride, strict=True)
     )
     return Source(buffer, Box(offset=part.offset, shape=part.shape), first, stride)
 
@@ -253,7 +252,7 @@ def _plan_copies(
     read_bytes = 0
     for number, slot in enumerate(layout.slots):
         name, itemsize, found = slot.spec.name, slot.spec.torch_dtype.itemsize, sources.get(number, ())
-        rows, computed = _rows_of(slot), slot.spec.name in routes.computed
+        rows, computed = slot.box, slot.spec.name in routes.computed
         if computed:
             wholes[number] = found
             read_bytes += _exactly(slot, rows, found) * itemsize
@@ -287,11 +286,6 @@ def _copy_of(piece: Route, source: Source) -> Copy:
     )
 
 
-def _rows_of(slot: TensorSlot) -> Box:
-    shape = slot.spec.shape
-    return Box(offset=(slot.first_row, *(0 for _ in shape[1:])) if shape else (), shape=slot.shape if shape else ())
-
-
 def _exactly(slot: TensorSlot, rows: Box, sources: Sequence[Source]) -> int:
     """Number of elements of a slot that is needed whole."""
     if sum(source.box.numel for source in sources) != rows.numel:
@@ -318,7 +312,7 @@ def _check_parts(layout: BucketLayout, parts: Parts | tuple[tuple[MappedPart, ..
 
 
 def _check_tiled(slot: TensorSlot, boxes: Sequence[Box]) -> None:
-    rows = _rows_of(slot)
+    rows = slot.box
     fits = all(len(box.shape) == len(box.offset) == len(rows.shape) for box in boxes)
     inside = fits and all(not box.numel or intersection(box, rows) == box for box in boxes)
     if not inside or sum(box.numel for box in boxes) != rows.numel or not are_disjoint(boxes):

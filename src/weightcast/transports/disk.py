@@ -32,22 +32,8 @@ from weightcast.transports.link import Link, tell
 from weightcast.transports.pump import Pumped
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import TensorSpec, total_bytes
+from weightcast.wire.layout import SAFETENSORS, TensorSpec, total_bytes
 
-_STORED = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _MODES: dict[DiskReaders, tuple[int, int]] = {  # of the folder and of the file
     "user": (0o700, 0o600),
     "group": (0o750, 0o640),
@@ -208,7 +194,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in specs:
         table[spec.name] = {
-            "dtype": _STORED[spec.dtype],
+            "dtype": SAFETENSORS[spec.dtype],
             "shape": spec.shape,
             "data_offsets": (end, end + spec.size_bytes),
         }

@@ -81,6 +81,14 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
         yield from split(Box(offset=tuple(offset), shape=tuple(shape)), max_elements)
 
 
+def slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box as an index into a tensor whose first element is at ``origin``."""
+    return tuple(
+        slice(offset - zero, offset - zero + extent)
+        for offset, extent, zero in zip(box.offset, box.shape, origin[: len(box.shape)], strict=True)
+    )
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -19,6 +19,7 @@ import torch
 from msgspec import Meta
 
 from weightcast.errors import ConfigError, WireError
+from weightcast.wire.box import Box
 
 # Wire names of the dtypes that may travel.  Anything else is refused before it moves.
 DTYPES: dict[str, torch.dtype] = {
@@ -36,6 +37,22 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# Their names in safetensors files.
+SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 DRAFT_PREFIX = "draft."  # of the names of a draft model that is updated with the model
 
@@ -130,6 +147,11 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def shape(self) -> tuple[int, ...]:
         """Shape of what travels here."""
         return (self.num_rows, *self.spec.shape[1:]) if self.spec.shape else ()
+
+    @property
+    def box(self) -> Box:
+        """Place of what travels here in the whole tensor."""
+        return Box(offset=(self.first_row, *(0 for _ in self.spec.shape))[: len(self.spec.shape)], shape=self.shape)
 
     @property
     def size_bytes(self) -> int:

@@ -163,14 +163,13 @@ def runs_of(slot: TensorSlot, box: Box) -> list[Runs]:
     if not box.numel:
         return []
     itemsize, strides = slot.spec.torch_dtype.itemsize, contiguous_strides(slot.shape)
-    origin = (slot.first_row, *(0 for _ in slot.shape[1:]))[: len(slot.shape)]
     dim = _run_dim(slot, box)
     size_bytes = math.prod(box.shape[dim:]) * itemsize
     count, stride_bytes, outer = 1, size_bytes, dim
     if dim:
         outer = dim - 1
         count, stride_bytes = box.shape[outer], strides[outer] * itemsize
-    first = sum((at - zero) * step for at, zero, step in zip(box.offset, origin, strides, strict=True))
+    first = sum((at - zero) * step for at, zero, step in zip(box.offset, slot.box.offset, strides, strict=True))
     places = product(*(range(extent) for extent in box.shape[:outer]))
     return [
         Runs(
