@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,28 +75,8 @@ class BucketCopier:
             return sums if summed else None
         lent = bucket.lent
         copies = [(slot, copy) for slot, copies in plan.table if slot.spec.name not in lent for copy in copies]
-        self._copy(bucket, copies, staging)
+        copy_plainly(bucket.data, copies, staging, self._overflows)
         return None
-
-    def _copy(self, bucket: Bucket, copies: Sequence[tuple[TensorSlot, Copy]], staging: Staging) -> None:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        flat = Flat(bucket.data)
-        waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
-        for slot, copy in copies:
-            if copy.parameter not in waiting:
-                whole = staging.target(copy.parameter).detach()
-                waiting[copy.parameter] = whole, bits(whole)
-            target, as_bits = waiting[copy.parameter]
-            dtype = slot.spec.torch_dtype
-            same = target.dtype == dtype
-            target = as_bits if same else target
-            targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
-            source = flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same)
-            sources.append(source)
-            if may_overflow(dtype, target.dtype) and not same:
-                self._overflows.setdefault(slot.spec.name, []).append(overflows(source))
-        copy_all(targets, sources)
 
     def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool) -> torch.Tensor:
         """One launch for all copies, except those that cast or that go to another device."""
@@ -115,7 +95,7 @@ class BucketCopier:
             return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
         sums = prepared.launches.run(place, placed, summed=summed)
-        self._copy(bucket, prepared.rest, staging)
+        copy_plainly(bucket.data, prepared.rest, staging, self._overflows)
         return sums
 
 
@@ -145,6 +125,32 @@ def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: fro
     template, launches = Template(transfers, memories, device), PlacedLaunches(device, len(plan.table))
     prepared = plan.prepared[device, lent] = _Prepared(TensorPlaces(found), names, template, launches, rest)
     return prepared
+
+
+def copy_plainly(
+    data: torch.Tensor,
+    copies: Iterable[tuple[TensorSlot, Copy]],
+    staging: Staging,
+    overflowed: dict[str, list[torch.Tensor]] | None = None,
+) -> None:
+    """Copies out of a flat buffer, without sums; notes casts that may overflow in ``overflowed``, by tensor."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    flat = Flat(data)
+    waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
+    for slot, copy in copies:
+        if copy.parameter not in waiting:
+            whole = staging.target(copy.parameter).detach()
+            waiting[copy.parameter] = whole, bits(whole)
+        target, as_bits = waiting[copy.parameter]
+        dtype = slot.spec.torch_dtype
+        same = target.dtype == dtype
+        targets.append(written_by(copy, as_bits if same else target))
+        source = flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same)
+        sources.append(source)
+        if overflowed is not None and may_overflow(dtype, target.dtype) and not same:
+            overflowed.setdefault(slot.spec.name, []).append(overflows(source))
+    copy_all(targets, sources)
 
 
 def target_of(copy: Copy, staging: Staging) -> torch.Tensor:

@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 
 from weightcast.digest.bucket_sums import piece_of
-from weightcast.digest.copies import Flat, bits, copy_all
+from weightcast.digest.copies import Flat
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
-from weightcast.receiver.bucket_copier import target_of, written_by
+from weightcast.receiver.bucket_copier import copy_plainly, written_by
 from weightcast.receiver.load_plan import LoadPlan
 from weightcast.receiver.scattered_plan import (
     ExchangePlan,
@@ -187,7 +187,8 @@ class ScatteredCopier:
                 continue
             self._all_summed = False
             for number in numbers:
-                _copy_plainly(buffers[number], plan.buffers[number], staging)
+                shares = plan.buffers[number]
+                copy_plainly(buffers[number], [(share.slot, share.copy) for share in shares], staging)
         self.read_bytes += plan.read_bytes
 
     def put_together(
@@ -238,7 +239,7 @@ class ScatteredCopier:
 
         sums = prepared.launches.run(place, transfers, summed=summed)
         for number, share in prepared.rest:
-            _copy_plainly(data[numbers.index(number)], [share], staging)
+            copy_plainly(data[numbers.index(number)], [(share.slot, share.copy)], staging)
         if not summed or prepared.rest or (self._sums is not None and self._sums.device != sums.device):
             self._all_summed = False
             return
@@ -305,14 +306,3 @@ def _transfers_of(
             else:
                 rest.append((number, share))
     return found, ends, rest
-
-
-def _copy_plainly(data: torch.Tensor, copies: Sequence[ShareCopy], staging: Staging) -> None:
-    flat, targets, sources = Flat(data), list[torch.Tensor](), list[torch.Tensor]()
-    for share in copies:
-        copy, dtype = share.copy, share.slot.spec.torch_dtype
-        target = target_of(copy, staging)
-        same = target.dtype == dtype
-        targets.append(bits(target) if same else target)
-        sources.append(flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same))
-    copy_all(targets, sources)
