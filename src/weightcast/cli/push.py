@@ -32,7 +32,7 @@ from weightcast.cli.options import (
 )
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
-from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
+from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import count_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseMode, TransportName, VerifyLevel
     from weightcast.report import UpdateReport
-    from weightcast.wire.engine_info import EngineInfo
 
 
 def push(
@@ -275,10 +274,13 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
     import torch
 
     from weightcast.comm.ipc import device_of, device_uuid, host_id
+    from weightcast.update.recognise import ask
+    from weightcast.wire.engine_info import EngineInfo
 
     if choice != "auto":
         return _named_device(choice)
-    infos = [info for info in (_info(engine, timeout_s) for engine in engines) if info is not None]
+    answers = [ask(engine, timeout_s) for engine in engines]
+    infos = [info for info in answers if isinstance(info, EngineInfo)]  # the update reports the errors of others
     used = list(dict.fromkeys(rank.device for info in infos for rank in info.ranks if rank.device != "cpu"))
     if not used:
         return torch.device("cpu")
@@ -318,17 +320,3 @@ def _named_device(name: str) -> torch.device:
             hint="use --device cpu, or check CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", device.index or 0)
-
-
-def _info(engine: Target, timeout_s: float) -> EngineInfo | None:
-    """Returns the engine's description, or None if it does not answer; the update then reports the error."""
-    from weightcast.comm.http import Client
-    from weightcast.update.recognise import recognise
-
-    client = Client(engine, timeout_s=timeout_s)
-    try:
-        return recognise(client)
-    except WeightcastError:
-        return None
-    finally:
-        client.close()

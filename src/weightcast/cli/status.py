@@ -59,8 +59,10 @@ def status(
 
         watch_engines(found, interval_s=interval, timeout_s=timeout, as_json=as_json)
         return
+    from weightcast.update.recognise import ask
+
     with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
-        answers = list(pool.map(_ask, found, [timeout] * len(found)))
+        answers = list(pool.map(ask, found, [timeout] * len(found)))
     ok = all(not isinstance(answer, WeightcastError) and _serves(answer) for answer in answers)
     if as_json:
         say_json(
@@ -78,19 +80,6 @@ def status(
         if broken and not as_json:
             note("\nhint: `weightcast doctor URL` says what to fix")
         raise typer.Exit(FAILURE)
-
-
-def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
-    from weightcast.comm.http import Client
-    from weightcast.update.recognise import recognise
-
-    client = Client(target, timeout_s=timeout_s)
-    try:
-        return recognise(client)
-    except WeightcastError as error:
-        return error
-    finally:
-        client.close()
 
 
 def _serves(info: EngineInfo) -> bool:

@@ -92,9 +92,7 @@ class Observer:
         url = self._client.target.url
         try:
             status = self._status()
-            if status is not None:
-                return _of_status(url, status, self._requests())
-            return _of_info(url, recognise(self._client), self._requests())
+            return _observed(url, status or recognise(self._client), self._requests())
         except WeightcastError as error:
             self._in_short, self._has_metrics = self._is_ours, True  # it may come back as another one
             return Observation(url=url, state="no answer", message=str(error))
@@ -148,25 +146,15 @@ def _first(sums: Mapping[str, float], names: Sequence[str]) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def _of_status(url: str, status: EngineStatus, requests: Requests | None) -> Observation:
+def _observed(url: str, found: EngineStatus | EngineInfo, requests: Requests | None) -> Observation:
+    status = found if isinstance(found, EngineStatus) else None
     return Observation(
         url=url,
-        state="paused" if status.paused and status.state == "serving" else status.state,
-        engine=status.engine,
-        version=status.version,
-        since_s=status.since_s,
-        update=status.update,
+        state="paused" if found.paused and found.state == "serving" else found.state,
+        engine=found.engine,
+        version=found.version,
+        since_s=None if status is None else status.since_s,
+        update=None if status is None else status.update,
         requests=requests,
-        message=status.message,
-    )
-
-
-def _of_info(url: str, info: EngineInfo, requests: Requests | None) -> Observation:
-    return Observation(
-        url=url,
-        state="paused" if info.paused and info.state == "serving" else info.state,
-        engine=info.engine,
-        version=info.version,
-        requests=requests,
-        message=info.message,
+        message=found.message,
     )

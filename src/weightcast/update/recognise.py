@@ -13,7 +13,8 @@ from weightcast.adapters.registry import KINDS, adapter_kinds
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.comm.run_steps import converse_on_loop
-from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
+from weightcast.config import Target
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable, WeightcastError
 from weightcast.protocols import Kind
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.engine_info import EngineInfo
@@ -22,6 +23,17 @@ from weightcast.wire.engine_info import EngineInfo
 def recognise(client: Client, *, timeout_s: float | None = None, adapter: AdapterRequest | None = None) -> EngineInfo:
     """As ``recognise_on_loop``, for a thread that waits for the description."""
     return event_loop.run(recognise_on_loop(client, timeout_s=timeout_s, adapter=adapter))
+
+
+def ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
+    """As ``recognise``, over a connection that is closed again; returns the error of an engine that does not answer."""
+    client = Client(target, timeout_s=timeout_s)
+    try:
+        return recognise(client)
+    except WeightcastError as error:
+        return error
+    finally:
+        client.close()
 
 
 async def recognise_on_loop(
