@@ -42,8 +42,6 @@ VARIABLES = {
     "SGLANG_RUST_SERVER": "SGLang with the plug-in. Must not be set: the plug-in needs the Python front end.",
     "SGLANG_VLM_CACHE_SIZE_MB": "Trainer. Must be set to 0 to update a stock SGLang that encodes images, and in SGLang "
     "too: no update empties SGLang's cache of encoded images.",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "Trainer and engines. weightcast sets it to 0 for a moment while it makes a "
-    "group, so that a failure of that group does not end the process.",
     "VLLM_API_KEY": "vLLM with the plug-in. vLLM's API key, which covers the routes of weightcast too.",
     "VLLM_HOST_IP": "vLLM with the plug-in, on several hosts. vLLM's own variable for a host's address; ranks on other "
     "hosts connect to it.",
