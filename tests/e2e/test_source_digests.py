@@ -68,7 +68,7 @@ def update_while_a_bit_flips(urls: list[str], versions: list[int], batch: int, o
         move(self, sends, receives, what=what)
         if receives and self.is_head:
             if len(batches) == batch:
-                receives[0].tensor.view(-1).view(torch.uint8)[1] ^= 1
+                receives[0].data.view(-1).view(torch.uint8)[1] ^= 1
             batches.append(1)
 
     def restore():

@@ -152,7 +152,7 @@ def _flip_received(index: int) -> Callable[[], None]:
         move(self, sends, receives, what=what)
         bucket = re.fullmatch(r"its part of bucket (\d+)", what)
         if bucket is not None and int(bucket[1]) >= index and receives and not done:
-            receives[0].tensor.view(-1).view(torch.uint8)[1] ^= 1
+            receives[0].data.view(-1).view(torch.uint8)[1] ^= 1
             done.append(1)
 
     TrainerGroup.move = move_then_flip  # type: ignore[method-assign]

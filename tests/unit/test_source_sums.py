@@ -77,7 +77,7 @@ def summed(exporter: Exporter, group: TrainerGroup, *, bucket_bytes: int, flip: 
     def flipping(self, sends, receives, *, what):
         move(self, sends, receives, what=what)
         if receives and not flipped and flip and self.is_head:
-            receives[0].tensor.view(-1).view(torch.uint8)[0] ^= 1
+            receives[0].data.view(-1).view(torch.uint8)[0] ^= 1
             flipped.append(1)
 
     TrainerGroup.move = flipping
@@ -362,7 +362,7 @@ def differing_scales():
     def wrong_maxima(self, sends, receives, *, what):
         move(self, sends, receives, what=what)
         if what.startswith("the scales") and self.rank == 1:
-            receives[0].tensor.mul_(64)
+            receives[0].data.mul_(64)
 
     TrainerGroup.move = wrong_maxima
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -59,7 +60,7 @@ def apart(weights: Weights) -> tuple[Weights, Weights]:
     return of_model(), of_draft()
 
 
-class Draft:
+class Draft(ABC):
     """A draft model that an update writes, whose checkpoint an engine's own loader has loaded.
 
     The table ``d2t`` of an EAGLE 3 head is no parameter: engines compute other numbers from it, once.
@@ -94,13 +95,13 @@ class Draft:
                 f"{self._engine} translates the draft's words by another table than {DRAFT_PREFIX}{TABLE}"
             )
 
+    @abstractmethod
     def _load_own(self, weights: Weights) -> None:
         """Calls the engine's loader."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _words(self) -> Sequence[torch.Tensor]:
         """The tensors that the engine computes with instead of the table; empty without one."""
-        raise NotImplementedError
 
     def _destinations(self, checkpoint: Weights) -> dict[str, set[str]]:
         """Loads the checkpoint once more; returns the tensors that each of its tensors is written into.
