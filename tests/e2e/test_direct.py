@@ -82,6 +82,16 @@ RELAY = {"direct_by": "relay"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
 needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
 BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
+EVERY_WAY = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(MEMORY, id="memory"),
+        pytest.param(MESSAGES, id="messages"),
+        pytest.param(RELAY, id="relay"),
+        pytest.param(SHARDS, id="shards"),
+        BY_RDMA,
+    ],
+)
 # While somebody waits, NIXL keeps a processor busy in every process: half a minute of them for a process that dies.
 LATE_BY_RDMA = pytest.param(RDMA, marks=[needs_nixl, pytest.mark.wide], id="rdma")
 
@@ -107,16 +117,7 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     return reports
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(MEMORY, id="memory"),
-        pytest.param(MESSAGES, id="messages"),
-        pytest.param(RELAY, id="relay"),
-        pytest.param(SHARDS, id="shards"),
-        BY_RDMA,
-    ],
-)
+@EVERY_WAY
 @pytest.mark.parametrize(
     ("mesh_shape", "bucket_bytes"), [((2,), SMALL_BUCKETS), ((2, 2), 1 << 20)], ids=["2 ranks", "2 x 2 ranks"]
 )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.clock import PATIENCE_S
-from tests.e2e.test_direct import BY_RDMA, MEMORY, MESSAGES, RELAY, SHARDS
+from tests.e2e.test_direct import EVERY_WAY, RELAY, SHARDS
 from tests.harness import ToyTrainer, next_version, on_every_rank, share_memory
 from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
@@ -49,16 +49,7 @@ def ranks() -> Iterator[Ranks]:
     job.close()
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(MEMORY, id="memory"),
-        pytest.param(MESSAGES, id="messages"),
-        pytest.param(RELAY, id="relay"),
-        pytest.param(SHARDS, id="shards"),
-        BY_RDMA,
-    ],
-)
+@EVERY_WAY
 def test_no_side_needs_more_than_two_buckets(fresh, ranks, way):
     # Without staging: a second set of weights would be touched in the first update.
     chosen = [fresh("--tp", "2", "--rows", str(ROWS), "--staging", "none") for _ in range(2 if way is RELAY else 1)]
