@@ -97,3 +97,14 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
             eos_token_id=None,
         )
     return out[0, len(prompt) :].tolist()
+
+
+def two_checkpoints(folder: Path, prompts: list[list[int]], count: int, **settings: Any) -> dict[str, list[list[int]]]:
+    """Makes the checkpoints A and B in a folder; returns what transformers answers with each, which differs."""
+    said: dict[str, list[list[int]]] = {}
+    for seed, name in enumerate("AB"):
+        model = tiny_model(folder / name, seed=seed, **settings)
+        tiny_tokenizer(folder / name)
+        said[name] = [greedy(model, prompt, count) for prompt in prompts]
+    assert said["A"] != said["B"]
+    return said

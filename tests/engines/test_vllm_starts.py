@@ -6,26 +6,20 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.engines import push, verify
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer, two_checkpoints
 
 pytestmark = [pytest.mark.engine]
 
 
 # Experts, whose packed form vLLM makes from random weights at the start; B is what a fresh server would be started on.
 def test_a_start_on_random_weights_serves_nobody_before_the_first_update(tmp_path: Path) -> None:
-    said: dict[str, list[list[int]]] = {}
-    for seed, name in enumerate("AB"):
-        model: Any = tiny_model(tmp_path / name, family="qwen3_moe", seed=seed, **SIZES, **EXPERTS)
-        tiny_tokenizer(tmp_path / name)
-        said[name] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
-    assert said["A"] != said["B"]
+    said = two_checkpoints(tmp_path, PROMPTS, COUNT, family="qwen3_moe", **SIZES, **EXPERTS)
     # It also runs the sizes of batches for which vLLM may compile kernels, and one request, before it serves anybody.
     warm = ["--max-num-batched-tokens=300", "--additional-config", json.dumps({"weightcast": {"warm_up": True}})]
     with vllm(tmp_path / "A", tmp_path, "--load-format=dummy", *warm, tp=2) as engine, ThreadPoolExecutor(1) as pool:
@@ -75,12 +69,7 @@ def test_several_api_servers_are_refused(tmp_path: Path) -> None:
 
 
 def test_vllms_own_reload_puts_no_other_weights_under_a_version(tmp_path: Path) -> None:
-    said: dict[str, list[list[int]]] = {}
-    for seed, name in enumerate("AB"):
-        model: Any = tiny_model(tmp_path / name, seed=seed, **SIZES)
-        tiny_tokenizer(tmp_path / name)
-        said[name] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
-    assert said["A"] != said["B"]
+    said = two_checkpoints(tmp_path, PROMPTS, COUNT, **SIZES)
     with vllm(tmp_path / "A", tmp_path, extra={"VLLM_SERVER_DEV_MODE": "1"}) as engine:
         push(tmp_path / "B", [engine], 1)
         answer = engine.client.post(engine.url + "/collective_rpc", json={"method": "reload_weights"})

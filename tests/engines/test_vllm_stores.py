@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.engines import Engine, push, weightcast
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer, two_checkpoints
 
 pytestmark = [pytest.mark.engine]
 
@@ -45,12 +44,7 @@ def store(folder: Path, kind: str) -> list[str]:
 
 
 def test_vllms_own_cache_of_prefixes_is_dropped_in_every_pause_mode_that_is_allowed(tmp_path: Path) -> None:
-    said: dict[str, list[list[int]]] = {}
-    for seed, name in enumerate("AB"):
-        model: Any = tiny_model(tmp_path / name, seed=seed, **SIZES)
-        tiny_tokenizer(tmp_path / name)
-        said[name] = [greedy(model, prompt, COUNT) for prompt in LONG]
-    assert said["A"] != said["B"]
+    said = two_checkpoints(tmp_path, LONG, COUNT, **SIZES)
     with vllm(
         tmp_path / "A", tmp_path, "--additional-config", json.dumps({"weightcast": {"staging": "none"}})
     ) as engine:
