@@ -37,7 +37,7 @@ from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
-from weightcast.update import memory_limit
+from weightcast.update import bucket_memory
 from weightcast.update.head import Head
 from weightcast.wire.messages import Close
 
@@ -443,7 +443,7 @@ def _update_with_a_size_of_its_own(urls: list[str], version: int, transport: str
     """Each rank would choose another size of a bucket; returns the sizes that it got."""
     torch.set_num_threads(1)
     own = 20_000 + 8192 * dist.get_rank()
-    default, memory_limit.default_bucket_bytes = memory_limit.default_bucket_bytes, lambda *_, **__: own
+    default, bucket_memory.default_bucket_bytes = bucket_memory.default_bucket_bytes, lambda *_, **__: own
     model = trainer_of(version)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     try:
@@ -453,7 +453,7 @@ def _update_with_a_size_of_its_own(urls: list[str], version: int, transport: str
             assert stream is not None
             return updater.bucket_bytes, report.bucket_bytes, max(layout.size_bytes for layout in stream._layouts)
     finally:
-        memory_limit.default_bucket_bytes = default
+        bucket_memory.default_bucket_bytes = default
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -24,11 +24,11 @@ from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import BucketUse, Exporter, Lender, Mappable, Planning, Refilling, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
+from weightcast.update.bucket_memory import planned_bytes
 from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import MappedShares
-from weightcast.update.memory_limit import planned_bytes
 from weightcast.update.messages import Choice
 from weightcast.update.packs import Packs
 from weightcast.update.prepare import SharedParts

@@ -32,7 +32,7 @@ from weightcast.transports.preflight import (
     warn_hazards,
 )
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
-from weightcast.update.memory_limit import choose_bucket_bytes
+from weightcast.update.bucket_memory import choose_bucket_bytes
 from weightcast.update.messages import Choice
 from weightcast.update.reach import Reach
 from weightcast.watch.listeners import Events

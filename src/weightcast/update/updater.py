@@ -47,12 +47,12 @@ from weightcast.update.arguments import (
     with_draft,
 )
 from weightcast.update.attempts import Attempts
+from weightcast.update.bucket_memory import free_bytes_of
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.connecting import Connecting
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import layouts_in_place
-from weightcast.update.memory_limit import free_bytes_of
 from weightcast.update.messages import AttemptResult, Choice, Failure, Place, least_free_bytes
 from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.trainer_ranks import TrainerRanks

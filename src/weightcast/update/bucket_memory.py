@@ -14,7 +14,7 @@ from weightcast.protocols import Budgeted, Exporter
 from weightcast.report import format_bytes
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, total_bytes
 
-log = logging.getLogger("weightcast.update.memory_limit")
+log = logging.getLogger("weightcast.update.bucket_memory")
 
 
 def choose_bucket_bytes(

@@ -11,7 +11,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.memory_estimate import WORK_BYTES, peak_bytes
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.update.arguments import bytes_of
-from weightcast.update.memory_limit import choose_bucket_bytes, planned_bytes
+from weightcast.update.bucket_memory import choose_bucket_bytes, planned_bytes
 from weightcast.wire.layout import Packing, plan_buckets
 
 MIB = 1 << 20
