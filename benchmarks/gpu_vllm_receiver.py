@@ -359,8 +359,6 @@ def case_receiver(run: Run, args: argparse.Namespace, name: str) -> None:
     options += ONLINE if name.endswith("-online") else []
     options += [f"--tensor-parallel-size={args.tp}"] if args.tp > 1 else []
     sleep = ["--enable-sleep-mode"] if args.sleep and not run.tiny else []
-    if args.tp > 1:
-        options.append(f"--tensor-parallel-size={args.tp}")
     with ExitStack() as stack:
         ships: Server | None = None
         with launched(run, args, folder, *options, *sleep) as server:
