@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightcast.runtime.recorded_launches import Recorder
+from weightcast.runtime.recorded_launches import Recorder, side_by_side
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,3 +65,33 @@ def test_recordings_share_what_they_allocate() -> None:
         assert recording.launch()
     for k, target in enumerate(targets):
         assert torch.equal(target, (source * k).cos())
+
+
+def test_recordings_side_by_side_begin_after_what_was_before_and_end_before_what_follows() -> None:
+    sources = [torch.randn(1 << 20, device="cuda") for _ in range(6)]
+    targets = [torch.zeros_like(source) for source in sources]
+    recorders = [Recorder(DEVICE) for _ in range(3)]
+
+    def many(source: torch.Tensor, target: torch.Tensor) -> None:
+        for row in range(0, 1 << 20, 1 << 14):
+            target[row : row + (1 << 14)] = source[row : row + (1 << 14)].cos() * source.amax()
+
+    found = [
+        recorders[k % 3].record(lambda k=k: many(sources[k], targets[k]), [sources[k], targets[k]]) for k in range(6)
+    ]
+    for seed in range(3):
+        torch.cuda._sleep(20_000_000)  # the sources are written late
+        for k, source in enumerate(sources):
+            source.fill_(seed + k + 1)
+        with side_by_side(recorders):
+            for recording in found:
+                assert recording is not None
+                assert recording.launch()
+        sums = [target.sum() for target in targets]  # on the current stream, without waiting on the host
+        for k, source in enumerate(sources):
+            wanted = torch.zeros_like(source)
+            many(source, wanted)
+            assert torch.equal(targets[k], wanted), (seed, k)
+            assert torch.equal(sums[k], wanted.sum())
+        for target in targets:
+            target.zero_()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.plugins.vllm import derivation
 from weightcast.plugins.vllm.quantised_layers import (
     QuantisedLayer,
     check_cache_scales,
@@ -181,6 +184,35 @@ def test_a_recording_that_does_something_else_is_not_used(make: Any) -> None:
     put(layer, found, second)
     found.derive()
     found.check()
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_layers_are_derived_side_by_side_unless_they_disturb_one_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, disturbed: bool
+) -> None:
+    weights = [torch.randn(4, 6).bfloat16() for _ in range(5)]
+    pairs = [quantised(weight, Method()) for weight in weights]
+    beside: list[int] = []
+
+    @contextmanager
+    def together(recorders: Any) -> Generator[None]:
+        beside.append(len(recorders))
+        yield
+        if disturbed and len(recorders) > 1:
+            pairs[3][0].weight.data.view(torch.uint8).add_(1)
+
+    monkeypatch.setattr(derivation, "side_by_side", together)
+    recorders: list[Any] = [Recorders() for _ in range(2)]
+    found = derivation.Derivation([layer for _, layer in pairs])
+    assert found.record(recorders) == 5
+    assert [len(recorder.made) for recorder in recorders] == [3, 2]
+    assert beside == ([2, 0] if disturbed else [2])
+    assert ("one by one" in caplog.text) == disturbed
+    for layer, kept in pairs:
+        put(layer, kept, torch.randn(4, 6).bfloat16())
+    found.run()
+    for _, kept in pairs:
+        kept.check()
 
 
 def test_a_start_from_other_weights_than_the_checkpoints_is_refused() -> None:

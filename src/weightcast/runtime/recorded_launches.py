@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,17 +21,25 @@ _POLITE = "thread_local"  # other threads may allocate meanwhile
 class RecordedLaunches:
     """Recorded work and the tensors that it reads and writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Holds the graph; ``Recorder`` makes it."""
         self._graph = graph
+        self._recorder = recorder
         self._tensors = tuple(tensors)
         self._places = self._places_now()
 
     def launch(self) -> bool:
-        """Does the work on the current stream; False, and nothing is done, if one of its tensors has moved."""
+        """Does the work; False, and nothing is done, if one of its tensors has moved.
+
+        It runs on the current stream, or in a block of ``side_by_side`` on that of its recorder.
+        """
         if self._places_now() != self._places:
             return False
-        self._graph.replay()
+        if self._recorder.aside:
+            with torch.cuda.stream(self._recorder.stream):
+                self._graph.replay()
+        else:
+            self._graph.replay()
         return True
 
     def _places_now(self) -> list[int]:
@@ -39,15 +47,20 @@ class RecordedLaunches:
 
 
 class Recorder:
-    """Records work on one device; what the recordings allocate while they run, they share."""
+    """Records work on one device; what the recordings allocate while they run, they share.
+
+    Attributes:
+        stream: The recordings' own, since memory of a pool is for the stream that asked for it first.
+        aside: True in a block of ``side_by_side``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Takes no memory yet."""
         self._device = device
+        self.aside = False
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
-            # Memory of a pool is for the stream that asked for it first, so there is one.
-            self._stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream()
 
     def record(self, work: Callable[[], object], tensors: Sequence[torch.Tensor]) -> RecordedLaunches | None:
         """Records work that has already been done at least once, so that its kernels are loaded.
@@ -73,7 +86,7 @@ class Recorder:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self.stream):
                     graph.capture_begin(pool=self._pool, capture_error_mode=_POLITE)
                     try:
                         work()
@@ -82,7 +95,25 @@ class Recorder:
             except RuntimeError as error:
                 log.warning("weightcast: not recorded, so launched one by one: %s", str(error).splitlines()[0])
                 return None
-        return RecordedLaunches(graph, tensors)
+        return RecordedLaunches(graph, tensors, self)
+
+
+@contextmanager
+def side_by_side(recorders: Collection[Recorder]) -> Generator[None]:
+    """Launches recordings of several recorders side by side: small kernels of one leave most of a GPU idle.
+
+    They begin after what the current stream did before the block, and it goes on when all of them are done.  No two of
+    them may write the same memory, other than what their recorders gave them.
+    """
+    for recorder in recorders:
+        recorder.stream.wait_stream(torch.cuda.current_stream(recorder.stream.device))
+        recorder.aside = True
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.aside = False
+            torch.cuda.current_stream(recorder.stream.device).wait_stream(recorder.stream)
 
 
 @contextmanager

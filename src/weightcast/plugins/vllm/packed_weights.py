@@ -24,12 +24,14 @@ from torch import nn
 
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure, some
+from weightcast.plugins.vllm.derivation import Derivation
 from weightcast.plugins.vllm.lora_wrappers import without_wrappers
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
 from weightcast.receiver.loader import residents_of
 from weightcast.runtime.recorded_launches import Recorder
 
+_LANES = 3  # layers that are derived side by side; each takes the memory that deriving a layer takes
 _PROBE_ROWS = 256
 _FEW_ROWS = 8
 _SMALL = 1e-3
@@ -87,6 +89,7 @@ class UnpackedModel:
                 self._quantised.append(_quantised_layer(name, layer, device))
             elif kind != "plain":
                 self._packed.append(_Packed(name=name, layer=layer, loaded=_loaded_form(layer), kind=kind))
+        self._derivation = Derivation(self._quantised)
         self._outside = OutsideReferences(model)
         self._attention = AttentionCopies(model)
         with self._unpacked():
@@ -112,9 +115,9 @@ class UnpackedModel:
         """
         if not self._quantised:
             return 0, 0
-        recorder = Recorder(self._device)
         with torch.no_grad():
-            return sum(layer.record(recorder) for layer in self._quantised), len(self._quantised)
+            recorded = self._derivation.record([Recorder(self._device) for _ in range(_LANES)])
+        return recorded, len(self._quantised)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Calls the model's own ``load_weights`` on the loaded form."""
@@ -132,8 +135,7 @@ class UnpackedModel:
                     _bring(part, _packed_anew(part))
             for _, layer in self._derived:
                 _process(layer)
-            for layer in self._quantised:
-                layer.derive()
+            self._derivation.run()
         self._attention.renew()
 
     def fill_randomly(self) -> None:
