@@ -129,8 +129,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with set_current_vllm_config(self.vllm_config):
             least = sum(int(spec.max_memory_usage_bytes(self.vllm_config)) for spec in specs.values())
         fixed = self.vllm_config.cache_config.kv_cache_memory_bytes is not None
-        # Where vLLM measures what its processes consume, the loaded form of quantised layers is in it already.
-        beside = 0 if hasattr(worker, "total_consumed") else self._beside_bytes
+        # Where vLLM measures what its processes consume, the loaded form of quantised layers is in it already; and a
+        # size that was set by hand is what the KV cache gets.
+        beside = 0 if fixed or hasattr(worker, "total_consumed") else self._beside_bytes
         taken = beside + self._stage(cache_bytes - beside, least + least // 16, fixed=fixed)
         taken += self._record()
         if fixed:
