@@ -27,15 +27,41 @@ def test_no_collection_starts_inside() -> None:
     def watch(phase: str, info: dict[str, int]) -> None:
         started.append(phase)
 
+    gc.unfreeze()  # pytest's own objects are exempt in these tests
     gc.callbacks.append(watch)
     try:
         with gc_paused():
             kept = [[number] for number in range(50 * gc.get_threshold()[0])]
             assert not started
+        kept += [[number] for number in range(gc.get_threshold()[0] // 4)]
+        assert not started, "what was made inside is not walked right after it"
         kept += [[number] for number in range(2 * gc.get_threshold()[0])]
         assert started
     finally:
         gc.callbacks.remove(watch)
+        gc.freeze()
+
+
+def test_garbage_made_inside_is_freed_and_what_is_exempt_stays_exempt() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    with gc_paused():
+        garbage = weakref.ref(Node())
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
+    stays = Node()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with gc_paused():
+            pass
+        assert 0 < gc.get_freeze_count() <= frozen
+        assert not any(known is stays for known in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_an_error_puts_it_back() -> None:

@@ -21,7 +21,9 @@ _was_on = False
 def gc_paused() -> Generator[None]:
     """Pauses automatic collection inside the block and then restores the setting.  May be nested, in any thread.
 
-    A collector that was off stays off, and ``gc.collect()`` works as always.
+    What was made inside counts as old afterwards.  Else the next object that anybody makes would start a collection
+    that walks all of it, tenths of a second for the plans of a large model.  A collector that was off stays off, and
+    ``gc.collect()`` works as always.
     """
     global _inside, _was_on
     with _lock:
@@ -35,6 +37,9 @@ def gc_paused() -> Generator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0 and _was_on:
+                if not gc.get_freeze_count():  # what others have exempted stays exempt
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()
 
 
