@@ -12,7 +12,7 @@ log = logging.getLogger("vllm.weightcast")
 
 
 class Derivation:
-    """What vLLM's kernels read of quantised layers, made of the form that was loaded."""
+    """Makes the tensors that kernels read of the form that was loaded, for all quantised layers."""
 
     def __init__(self, layers: Sequence[QuantisedLayer]) -> None:
         """Derives them one by one until ``record``."""
