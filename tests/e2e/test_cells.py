@@ -39,8 +39,8 @@ from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
 from weightcast.update import choose, sessions
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.engine_info import EngineStatus
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.status import EngineStatus
 
 pytestmark = pytest.mark.deadlines
 

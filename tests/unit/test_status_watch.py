@@ -14,7 +14,7 @@ from weightcast.receiver.last_update import LastUpdate
 from weightcast.update.observe import Observation, Requests, parse_requests
 from weightcast.watch.events import Answered, SessionEnded, SessionOpened, StateChanged, Step
 from weightcast.wire.codec import encode
-from weightcast.wire.status import EngineStatus, UpdateStatus, decode_status
+from weightcast.wire.engine_info import EngineStatus, UpdateStatus, decode_status
 
 URL, OTHER = "http://10.0.3.7:8000", "http://10.0.3.8:8000"
 UPDATE = UpdateStatus(

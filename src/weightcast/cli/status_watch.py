@@ -17,7 +17,7 @@ from weightcast.config import Target
 from weightcast.page.words import digits, seconds, size
 from weightcast.report import count_of, one_line
 from weightcast.update.observe import Observation, Observer
-from weightcast.wire.status import UpdateStatus
+from weightcast.wire.engine_info import UpdateStatus
 
 if TYPE_CHECKING:
     from rich.table import Table

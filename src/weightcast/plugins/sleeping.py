@@ -16,8 +16,7 @@ from weightcast.receiver.engine_state import EngineFacts, EngineHooks
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.session import SessionHandler
 from weightcast.watch.listeners import Events
-from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.status import EngineStatus
+from weightcast.wire.engine_info import EngineInfo, EngineStatus
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 
 from weightcast.watch.events import Answered, Event, SessionEnded, SessionOpened, StateChanged
+from weightcast.wire.engine_info import Outcome, UpdateStatus
 from weightcast.wire.fields import shown
-from weightcast.wire.status import Outcome, UpdateStatus
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from weightcast.receiver.schemas import json_content
 from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, no_browsers, read_body, refusal
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.codec import decode
-from weightcast.wire.messages import ReadChunk
-from weightcast.wire.peer_routes import BOXES, CHUNK
+from weightcast.wire.messages import BOXES, CHUNK, ReadChunk
 from weightcast.wire.pieces import WantedBoxes
 
 _MAX_REQUEST_BYTES = 4096

@@ -18,11 +18,10 @@ from weightcast.errors import ConfigError, Refused, WeightcastError, WireError, 
 from weightcast.receiver.schemas import json_content
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, PREPARE_SCHEMA, decode, encode
-from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.engine_info import EngineInfo, EngineStatus
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Close, Commit, Fetch, Join, Leave, Message, Open, Readback, Resume, Revert
 from weightcast.wire.plans import UnknownPlan
-from weightcast.wire.status import EngineStatus
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096

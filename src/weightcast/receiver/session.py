@@ -30,7 +30,7 @@ from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.wire.answers import Ack, Cause, RankAck, State
 from weightcast.wire.bucket_sources import group_of
-from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.engine_info import EngineInfo, EngineStatus
 from weightcast.wire.fields import shown
 from weightcast.wire.messages import (
     Abort,
@@ -50,7 +50,6 @@ from weightcast.wire.messages import (
     TellBoxes,
 )
 from weightcast.wire.pieces import WantedBoxes
-from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.receiver")
 

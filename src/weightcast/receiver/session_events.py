@@ -22,9 +22,9 @@ from weightcast.watch.events import (
 )
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineStatus
 from weightcast.wire.fields import shown
 from weightcast.wire.messages import Announce, Message
-from weightcast.wire.status import EngineStatus
 
 
 class SessionEvents:

@@ -12,8 +12,7 @@ from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.update.recognise import recognise
-from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.status import EngineStatus, UpdateStatus, decode_status
+from weightcast.wire.engine_info import EngineInfo, EngineStatus, UpdateStatus, decode_status
 
 _NO_ROUTE = (404, 405)
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^}]*\})? +(\S+)", re.MULTILINE)

@@ -27,8 +27,7 @@ from weightcast.update.choose import Plan
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.messages import Open, Owner
-from weightcast.wire.peer_routes import BOXES
+from weightcast.wire.messages import BOXES, Open, Owner
 from weightcast.wire.pieces import decode_boxes, decode_wanted
 from weightcast.wire.plans import UpdatePlan
 

@@ -170,7 +170,7 @@ class ByRankSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return BroadcastSource(group=self.group)
 
 
-class MappedPart(msgspec.Struct, frozen=True, array_like=True):
+class MappedPart(Part, frozen=True, array_like=True, gc=False):
     """A box of one slot's tensor that lies in a trainer rank's own memory.
 
     Attributes:
@@ -178,16 +178,9 @@ class MappedPart(msgspec.Struct, frozen=True, array_like=True):
         stride: Strides there, in elements.
     """
 
-    slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
-    offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
-    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
     memory: Annotated[int, Meta(ge=0, le=1 << 20)]
     first_byte: Size
     stride: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
-
-    @property
-    def box(self) -> Box:
-        return Box(offset=self.offset, shape=self.shape)
 
 
 class MappedSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mapped"):

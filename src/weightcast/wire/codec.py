@@ -21,23 +21,7 @@ from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import decoded
 from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
-from weightcast.wire.messages import (
-    Abort,
-    Announce,
-    Close,
-    Commit,
-    Fetch,
-    Join,
-    Leave,
-    Message,
-    Open,
-    Prepare,
-    Readback,
-    ReadChunk,
-    Resume,
-    Revert,
-    TellBoxes,
-)
+from weightcast.wire.messages import Announce, Message, Open, Prepare, Verbatim
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Tables, hash_of, kept_plan, take_plan
 from weightcast.wire.source_tables import decode_source, encode_source, kept_source, name_of_source
 
@@ -75,22 +59,7 @@ ANNOUNCE_SCHEMA = _form(Announce, _ANNOUNCED | {"source": Source})
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
-_decoder = msgspec.json.Decoder(
-    _OpenForm
-    | _PrepareForm
-    | _AnnounceForm
-    | Join
-    | Leave
-    | Resume
-    | Close
-    | Commit
-    | Revert
-    | Abort
-    | Readback
-    | Fetch
-    | ReadChunk
-    | TellBoxes
-)
+_decoder = msgspec.json.Decoder(_OpenForm | _PrepareForm | _AnnounceForm | Verbatim)
 _infos = msgspec.json.Decoder(_InfoForm)
 _acks = msgspec.json.Decoder(Ack)
 _rank_acks = msgspec.json.Decoder(_RankForm)

@@ -37,6 +37,9 @@ from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, UpdatePlan
 
 PROTOCOL = 6
 Way = Literal["buckets", "buffers", "messages", "reads"]
+# Paths at which an engine gives chunks of its weights to another engine, and tells which boxes its ranks want.
+CHUNK = "/weightcast/chunk"
+BOXES = "/weightcast/boxes"
 MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
 
 
@@ -288,19 +291,6 @@ class TellBoxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Asks each rank which boxes of the source tensors it wants.  Changes nothing."""
 
 
-Message = (
-    Open
-    | Prepare
-    | Join
-    | Leave
-    | Announce
-    | Resume
-    | Close
-    | Commit
-    | Revert
-    | Abort
-    | Readback
-    | Fetch
-    | ReadChunk
-    | TellBoxes
-)
+# On the wire as they are written; the others may name a plan or a source (``codec.py``).
+Verbatim = Join | Leave | Resume | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk | TellBoxes
+Message = Open | Prepare | Announce | Verbatim

@@ -30,9 +30,8 @@ from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.turns import Turns
 from weightcast.wire.adapters import KIND, AdapterRequest
 from weightcast.wire.answers import Ack
-from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.engine_info import EngineInfo, EngineStatus
 from weightcast.wire.messages import Message, Open
-from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 

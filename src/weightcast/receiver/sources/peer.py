@@ -8,8 +8,7 @@ from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.wire.codec import encode
-from weightcast.wire.messages import Fetch, PeerEngine, ReadChunk
-from weightcast.wire.peer_routes import CHUNK
+from weightcast.wire.messages import CHUNK, Fetch, PeerEngine, ReadChunk
 
 
 class PeerSource:
