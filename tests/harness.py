@@ -35,7 +35,7 @@ from weightcast.comm.ipc import SharedBuffer, shared_buffer_at
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
-from weightcast.update.mapped import MappedShares
+from weightcast.update.served_parts import MappedShares
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 

@@ -45,7 +45,7 @@ from weightcast.comm.run_steps import EngineRequest, Steps
 if TYPE_CHECKING:
     import torch
 
-    from weightcast.comm.invited import Invited
+    from weightcast.comm.rendezvous import Invited
     from weightcast.comm.shared_buckets import Shared
     from weightcast.comm.trainer_group import TrainerGroup
     from weightcast.comm.update_group import UpdateGroup

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from tests.clock import wait_until
-from weightcast.update.connecting import Connecting
+from weightcast.update.watched import Connecting
 
 
 def test_a_long_connect_says_what_it_is_doing(caplog):

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clock import PATIENCE_S, wait_until
-from weightcast.comm import event_loop
-from weightcast.comm import resolve as resolve_module
+from weightcast.comm import event_loop, http_connections
 from weightcast.comm.http import Client
-from weightcast.comm.resolve import resolve
+from weightcast.comm.http_connections import resolve
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded
 from weightcast.runtime.deadline import Deadline
@@ -222,7 +221,7 @@ def test_interpreter_ends_with_a_request_under_way_and_serves_exit_handlers(sile
 
 
 def test_look_ups_of_names_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_module, "_MAX_THREADS", 2)
+    monkeypatch.setattr(http_connections, "_MAX_THREADS", 2)
     asked: list[str] = []
     go = threading.Event()
 

@@ -12,7 +12,7 @@ from torch import nn
 from tests.unit.playing import Game
 from tests.unit.test_placements import jobs, model_of
 from weightcast.comm.group_moves import Move
-from weightcast.comm.invited import Invited
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.clock import PATIENCE_S
-from weightcast.comm import event_loop, http_limit
+from weightcast.comm import event_loop, http_pool
 from weightcast.comm.http import Client
-from weightcast.comm.http_limit import ConnectionLimit, default_limit
+from weightcast.comm.http_pool import ConnectionLimit, default_limit
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded
 
@@ -141,10 +141,10 @@ def test_wait_for_a_connection_that_other_engines_hold_names_the_setting(engines
 
 
 @pytest.mark.parametrize(
-    ("files", "most"), [(20, 64), (1024, 512), (1 << 20, 4096), (http_limit.resource.RLIM_INFINITY, 4096)]
+    ("files", "most"), [(20, 64), (1024, 512), (1 << 20, 4096), (http_pool.resource.RLIM_INFINITY, 4096)]
 )
 def test_limit_without_a_setting_is_half_of_the_files_that_the_process_may_open(
     monkeypatch, files: int, most: int
 ) -> None:
-    monkeypatch.setattr(http_limit.resource, "getrlimit", lambda _: (files, files))
+    monkeypatch.setattr(http_pool.resource, "getrlimit", lambda _: (files, files))
     assert default_limit() == most

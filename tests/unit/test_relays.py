@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from tests.clock import wait_until
 from tests.unit.test_exchange import Post, invited
-from weightcast.comm.group_moves import Move
-from weightcast.comm.relays import Relay, chains
+from weightcast.comm.group_moves import Move, Relay, chains
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.receiver.shares import Shares

@@ -9,9 +9,8 @@ import pytest
 
 from weightcast.adapters.lmdeploy import detect as lmdeploy
 from weightcast.adapters.sglang import detect as sglang
-from weightcast.comm import same_host
-from weightcast.comm.ipc import host_id
-from weightcast.comm.same_host import host_id_of
+from weightcast.comm import ipc
+from weightcast.comm.ipc import host_id, host_id_of
 
 OWN = ("10.0.3.7", "127.0.0.1")
 
@@ -42,8 +41,8 @@ def look_up(name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_host.socket, "socket", Probe)
-    monkeypatch.setattr(same_host.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(ipc.socket, "socket", Probe)
+    monkeypatch.setattr(ipc.socket, "getaddrinfo", look_up)
 
 
 def of_sglang(url: str) -> str:

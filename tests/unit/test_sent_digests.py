@@ -12,8 +12,8 @@ from tests.unit.models import buckets_of, specs_of, weights_of
 from weightcast.digest import sent as sent_module
 from weightcast.digest.definition import model_digest, sha256_digest, tensor_digest, unequal
 from weightcast.digest.sent import Sent, SentDigests, casts_of
-from weightcast.update import send_plan
-from weightcast.update.send_plan import SendPlan
+from weightcast.update import prepare
+from weightcast.update.prepare import SendPlan
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
@@ -94,7 +94,7 @@ def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monke
         looked.append(len(kept))
         return casts_of(specs, kept)
 
-    monkeypatch.setattr(send_plan, "casts_of", looking)
+    monkeypatch.setattr(prepare, "casts_of", looking)
     same, other = keeping({}), keeping({"scale": "bfloat16"})
     plan = SendPlan(keeping({}), (), ())
     for _ in range(3):

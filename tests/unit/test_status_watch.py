@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weightcast.cli import status_watch
 from weightcast.cli.status_watch import TokenRates, duration, table_of
-from weightcast.receiver.last_update import LastUpdate
+from weightcast.receiver.session_events import LastUpdate
 from weightcast.update.observe import Observation, Requests, parse_requests
 from weightcast.watch.events import Answered, SessionEnded, SessionOpened, StateChanged, Step
 from weightcast.wire.codec import encode
@@ -201,7 +201,7 @@ def test_last_update_counts_what_arrived_and_the_slowest_rank():
 
 def test_age_of_a_version_begins_anew_with_each_version(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("weightcast.receiver.last_update.time.monotonic", lambda: now)
+    monkeypatch.setattr("weightcast.receiver.session_events.time.monotonic", lambda: now)
     last = LastUpdate()
     last(StateChanged(state="updating", version=None, at=105.0))
     now = 110.0

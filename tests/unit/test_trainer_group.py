@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.clock import PATIENCE_S, Clock, wait_until
 from tests.unit.ranks import Ranks
-from weightcast.comm import trainer_rendezvous
+from weightcast.comm import trainer_failure
 from weightcast.comm.ipc import host_id
 from weightcast.comm.trainer_failure import FailureState, name_ranks
 from weightcast.comm.trainer_group import Move, TrainerGroup
@@ -272,12 +272,12 @@ class SlowStore(dist.HashStore):
 
 
 def test_only_a_store_that_has_answered_before_gets_longer_than_the_deadline(monkeypatch):
-    monkeypatch.setattr(trainer_rendezvous, "_LAST_WORD_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(trainer_failure, "_LAST_WORD_S", 10 * PATIENCE_S)
     silent, slow = SlowStore(answers=0), SlowStore(answers=1)
     with pytest.raises(TrainerRankFailed, match=r"did not answer within 0\.01 s"):
-        trainer_rendezvous.meet(silent, rank=1, world_size=2, timeout_s=0.01)
+        trainer_failure.meet(silent, rank=1, world_size=2, timeout_s=0.01)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(trainer_rendezvous.meet, slow, rank=1, world_size=2, timeout_s=0.01)
+        meeting = pool.submit(trainer_failure.meet, slow, rank=1, world_size=2, timeout_s=0.01)
         try:
             wait_until(lambda: slow.answers < 0, "the second question")
             time.sleep(0.05)  # the deadline passes
@@ -303,7 +303,7 @@ def connect_with_a_clock(present: list[int]) -> str:
     store = dist.distributed_c10d._get_default_store()
     attempt = store.add("weightcast/trainers/attempts", 0) + (0 in present)  # the head counts one more
     here = [f"weightcast/trainers/{attempt}/here/{rank}" for rank in present] if 0 in present else []
-    with Clock().within(trainer_rendezvous) as clock, ThreadPoolExecutor(1) as pool:
+    with Clock().within(trainer_failure) as clock, ThreadPoolExecutor(1) as pool:
         dist.barrier()  # all have looked at what the head will count
         connecting = pool.submit(connect_within, 1000.0)
         wait_until(lambda: clock.polling and store.check(here), "the others")
@@ -337,7 +337,7 @@ def connect_longer_than_the_head() -> str:
     prefix = f"weightcast/trainers/{store.add('weightcast/trainers/attempts', 0) + 1}"
     dist.barrier()
     if rank != 2:
-        with Clock().within(trainer_rendezvous) as clock, ThreadPoolExecutor(1) as pool:
+        with Clock().within(trainer_failure) as clock, ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(connect_within, 1000.0)
             wait_until(lambda: store.check([f"{prefix}/here/0", f"{prefix}/here/1"]), "both to be here")
             if rank == 1:

@@ -1,4 +1,8 @@
-"""Point-to-point messages among the members of a group of torch, all of one batch in flight at once."""
+"""Point-to-point messages among the members of a group of torch, all of one batch in flight at once.
+
+Engine ranks that want the same boxes of the source tensors get the same bytes.  In the order of the group they may be a
+chain: the trainer ranks send to the first one, it passes on what it has received to the second one, and so on.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from weightcast.runtime import blocking_threads
@@ -16,6 +21,37 @@ from weightcast.runtime import blocking_threads
 _POLL_S = 0.05
 NUM_TAGS = 1 << 30
 _HANG_UP_TAG = NUM_TAGS + 1
+
+
+class Relay(msgspec.Struct, frozen=True, array_like=True):
+    """Place of an engine rank in its chain, by ranks of the group.  Rank 0 is a trainer rank's, and stands for none.
+
+    Attributes:
+        upstream: The rank that passes pieces on to this one; 0 if it gets them from the trainer ranks.
+        downstream: The rank that this one passes pieces on to; 0 if it is the last.
+    """
+
+    upstream: int = 0
+    downstream: int = 0
+
+
+def chains(wanted: Sequence[bytes], first_rank: int) -> list[Relay]:
+    """Returns the place of each engine rank.
+
+    Args:
+        wanted: The boxes that each engine rank wants (``encode_wanted``), in order of rank.
+        first_rank: Group rank of the first engine rank; at least 1.
+    """
+    last: dict[bytes, int] = {}
+    upstream = [0] * len(wanted)
+    downstream = [0] * len(wanted)
+    for number, words in enumerate(wanted):
+        before = last.get(words)
+        if before is not None:
+            upstream[number] = first_rank + before
+            downstream[before] = first_rank + number
+        last[words] = number
+    return [Relay(*place) for place in zip(upstream, downstream, strict=True)]
 
 
 class Move(NamedTuple):

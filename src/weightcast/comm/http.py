@@ -17,8 +17,7 @@ from urllib.parse import quote, urlsplit
 from weightcast.comm import event_loop
 from weightcast.comm.http_answer import Answer, NoAnswer
 from weightcast.comm.http_connections import Connection
-from weightcast.comm.http_limit import ConnectionLimit, NoRoom
-from weightcast.comm.http_pool import CannotConnect, Pool
+from weightcast.comm.http_pool import CannotConnect, ConnectionLimit, NoRoom, Pool
 from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
 from weightcast.config import Target
 from weightcast.errors import (

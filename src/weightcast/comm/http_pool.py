@@ -1,22 +1,56 @@
-"""The connections to one engine: how many there may be, and which of them may carry another request."""
+"""The connections to one engine, which of them may carry another request, and the most to all engines together."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import ssl
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from weightcast.comm import event_loop
 from weightcast.comm.http_connections import Connection, connect
-from weightcast.comm.http_limit import ConnectionLimit
 from weightcast.runtime.deadline import Deadline
 
 # Shorter than servers keep a connection (uvicorn: 5 s).  A request on a connection that the server is closing is lost.
 _KEEP_ALIVE_S = 2.0
+_MOST = 4096
+_LEAST = 64
 
 
 class CannotConnect(Exception):
     """No connection could be opened."""
+
+
+class _Queue:
+    """Requests that wait for room, in their order.  Every method is for the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self._turns: deque[asyncio.Future[None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._turns)
+
+    async def wait(self, deadline: Deadline) -> None:
+        """Waits for a turn; raises TimeoutError at the deadline."""
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        try:
+            await event_loop.within(turn, deadline)
+        except BaseException:
+            if turn in self._turns:
+                self._turns.remove(turn)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.wake()  # this turn is another one's now
+            raise
+
+    def wake(self) -> None:
+        """Lets the request that has waited longest look again."""
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
 
 class Pool:
@@ -33,7 +67,7 @@ class Pool:
         self._lent: set[Connection] = set()
         self._open: set[Connection] = set()
         self._idle: deque[tuple[float, Connection]] = deque()  # the one used last is at the right
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting = _Queue()
         self._sweep: asyncio.TimerHandle | None = None
 
     async def take(self, deadline: Deadline, *, connect_s: float, at_once: bool = False) -> Connection:
@@ -54,16 +88,7 @@ class Pool:
                 return connection
             if self._room > 0:
                 break
-            turn = self.loop.create_future()
-            self._waiting.append(turn)
-            try:
-                await event_loop.within(turn, deadline)
-            except BaseException:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-                elif turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._wake()  # this turn is another one's now
-                raise
+            await self._waiting.wait(deadline)
         self._room -= 1
         try:
             await self._limit.enter(deadline, at_once=at_once)
@@ -76,7 +101,7 @@ class Pool:
                 raise
         except BaseException:
             self._room += 1
-            self._wake()
+            self._waiting.wake()
             raise
         self._open.add(connection)
         return connection
@@ -90,7 +115,7 @@ class Pool:
         self._idle.append((self.loop.time(), connection))
         if self._sweep is None:
             self._sweep = self.loop.call_later(_KEEP_ALIVE_S, self._close_idle)
-        self._wake()
+        self._waiting.wake()
         self._limit.rest(connection, self.discard)
 
     def lend(self, connection: Connection) -> None:
@@ -109,7 +134,7 @@ class Pool:
             else:
                 self._limit.leave()
             self._room += 1
-            self._wake()
+            self._waiting.wake()
 
     def close(self) -> None:
         """Closes every connection, also under requests."""
@@ -137,10 +162,83 @@ class Pool:
         if self._idle:
             self._sweep = self.loop.call_later(self._idle[0][0] + _KEEP_ALIVE_S - now, self._close_idle)
 
+
+class NoRoom(TimeoutError):
+    """The limit of connections left no room until the deadline."""
+
+
+def default_limit() -> int:
+    """Half of the files that this process may open: the other half is for sessions and for the application."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if files == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, files // 2))
+
+
+class ConnectionLimit:
+    """The most connections that several pools keep, open or being opened.  For the event loop's thread.
+
+    Above the limit, the idle connection that was used longest ago is closed, and a request waits until another one has
+    its answer.  Two kinds of connections go above it, because waiting would be for ever.  A request that engines answer
+    only when all of them have it (a bucket of a group, an invitation) never waits.  The stream of a session does not
+    count: each engine has one as long as its session is open.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        """Takes the limit; None takes ``default_limit``."""
+        self.most = default_limit() if most is None else most
+        self.count = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle: OrderedDict[Connection, Callable[[Connection], None]] = OrderedDict()  # used last at the right
+        self._waiting = _Queue()
+
+    async def enter(self, deadline: Deadline, *, at_once: bool) -> None:
+        """Waits until one more connection may be opened, and counts it.
+
+        ``at_once`` is True for a request that must not wait for the answers to others.
+
+        Raises:
+            NoRoom: All connections have been busy until the deadline.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the first one, or a forked process, which has none of its parent's connections
+            self._loop, self.count = loop, 0
+            self._idle.clear()
+            self._waiting = _Queue()
+        while self.count >= self.most:
+            if self._close_oldest():
+                continue
+            if at_once:
+                break
+            try:
+                await self._waiting.wait(deadline)
+            except TimeoutError as error:
+                raise NoRoom(f"all {self.most} connections were busy") from error
+        self.count += 1
+
+    def leave(self) -> None:
+        """Counts one connection less."""
+        self.count -= 1
+        self._wake()
+
+    def rest(self, connection: Connection, close: Callable[[Connection], None]) -> None:
+        """Notes that a connection is idle, and closes it if another request waits for room or the limit is passed.
+
+        ``close`` closes it, which ends in ``leave``.
+        """
+        self._idle[connection] = close
+        while (self._waiting or self.count > self.most) and self._close_oldest():
+            pass
+
+    def resume(self, connection: Connection) -> None:
+        """Notes that a connection is not idle any more: it is in use again, or closed."""
+        self._idle.pop(connection, None)
+
+    def _close_oldest(self) -> bool:
+        if not self._idle:
+            return False
+        connection, close = self._idle.popitem(last=False)
+        close(connection)
+        return True
+
     def _wake(self) -> None:
-        """Lets the request that has waited longest look again."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+        if self.count < self.most:
+            self._waiting.wake()

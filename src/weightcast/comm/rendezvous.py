@@ -1,18 +1,26 @@
-"""The store at which the members of an update group meet, and the keys in it."""
+"""The store at which the members of an update group meet, the keys in it, and the invitation to it."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 import time
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 
+import msgspec
 import torch.distributed as dist
 
 from weightcast.errors import WeightcastError
+from weightcast.runtime import blocking_threads
 
 _FIRST_TRY_S = 6.0  # longer than the 5 s for which torch waits for a name server that does not answer
 _LEAST_S = 0.05
+_ABORTED = "aborted"
+_THREAD = "weightcast-abort-notice"
+_POLL_S = 0.05
+_TELL_S = 1.0  # for the store to take the word
 
 
 class GroupFailed(WeightcastError):
@@ -145,3 +153,67 @@ def _listener(host: str) -> socket.socket | None:
 def first_line(error: BaseException) -> str:
     """An error's first line, without the traces that torch adds."""
     return str(error).split("\n", 1)[0][:300]
+
+
+class AbortNotice:
+    """Tells the members that exchange no messages with this one of an abort, and hears of theirs.
+
+    A store whose process is stopped never answers, and torch waits for it without a deadline.  So threads ask it, one
+    at a time, and one without an answer is left behind.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        """``store`` is the part of the store that belongs to the group."""
+        self._store = store
+        self._asked: Future[str] | None = None
+        self._asked_at = 0.0
+
+    def heard(self) -> str:
+        """Returns why another member has aborted, as far as the store has said; empty if it has not.  Never waits."""
+        if self._asked is not None:
+            if not self._asked.done():
+                return ""
+            why = self._asked.result()
+            if why:
+                return why
+        now = time.monotonic()
+        if now - self._asked_at >= _POLL_S:
+            self._asked_at = now
+            self._asked = blocking_threads.call(self._ask, name=_THREAD)
+        return ""
+
+    def tell(self, why: str) -> None:
+        """Tells the other members; waits for the store, but no longer than two seconds."""
+        if self._asked is not None and wait([self._asked], _TELL_S).not_done:
+            return
+        wait([blocking_threads.call(lambda: self._set(why), name=_THREAD)], _TELL_S)
+
+    def _ask(self) -> str:
+        try:
+            return self._store.get(_ABORTED).decode() if self._store.check([_ABORTED]) else ""
+        except RuntimeError as error:
+            return f"the rendezvous is gone: {first_line(error)}"
+
+    def _set(self, why: str) -> str:
+        with suppress(RuntimeError):  # a store that is gone tells the others as much
+            self._store.set(_ABORTED, why)
+        return why
+
+
+class Invited(msgspec.Struct, frozen=True, kw_only=True):
+    """The rendezvous of a group; trainer ranks keep their own numbers in it, and engine ranks follow.
+
+    ``token`` is the prefix of the keys in the head's store, which listens at ``host`` and ``port``.  The group is made
+    anew if another one failed before bucket number ``begun``: it gets the buckets from number ``first`` on.  ``reads``
+    names for each engine rank the host whose trainer ranks' memory it reads, so that these send it nothing; it is empty
+    for a rank that gets all in messages, and there are no entries if all do.
+    """
+
+    group: str
+    host: str
+    port: int
+    token: str
+    world_size: int
+    first: int = 0
+    begun: int = 0
+    reads: tuple[str, ...] = ()

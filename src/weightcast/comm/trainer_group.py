@@ -25,10 +25,8 @@ import torch.distributed as dist
 
 from weightcast.comm.group_moves import NUM_TAGS, Move
 from weightcast.comm.ipc import host_id
-from weightcast.comm.trainer_failure import FailureNotes, FailureState, name_ranks
-from weightcast.comm.trainer_gloo import GlooPeers
-from weightcast.comm.trainer_rendezvous import meet
-from weightcast.comm.trainer_tensors import GlooTensors, NcclTensors
+from weightcast.comm.trainer_failure import FailureNotes, FailureState, meet, name_ranks
+from weightcast.comm.trainer_tensors import GlooPeers, GlooTensors, NcclTensors
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import ConfigError, TrainerRankFailed
 

@@ -22,10 +22,16 @@ import torch
 import torch.distributed as dist
 
 from weightcast.comm import told_words
-from weightcast.comm.abort_notice import AbortNotice
-from weightcast.comm.group_moves import Move, Tags, call_apart, hang_up, start_apart, start_moves
-from weightcast.comm.relays import Relay, chains
-from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, relay_of, with_token
+from weightcast.comm.group_moves import Move, Relay, Tags, call_apart, chains, hang_up, start_apart, start_moves
+from weightcast.comm.rendezvous import (
+    AbortNotice,
+    GroupFailed,
+    connect_to_store,
+    first_line,
+    here,
+    relay_of,
+    with_token,
+)
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 from weightcast.runtime import blocking_threads

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
-from weightcast.comm.http_limit import ConnectionLimit
+from weightcast.comm.http_pool import ConnectionLimit
 from weightcast.config import Target
 from weightcast.errors import TargetUnreachable, WeightcastError
 from weightcast.fleet.background_probe import BackgroundProbe, is_silence

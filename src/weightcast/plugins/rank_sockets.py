@@ -22,8 +22,8 @@ from weightcast.errors import EngineFailure, some
 from weightcast.plugins.other_hosts import Reception
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.loader import Loader
+from weightcast.receiver.lost_ranks import Messenger
 from weightcast.receiver.rank_connections import ConnectedRanks, Connection, limit_sends, serve_messages
-from weightcast.receiver.rank_replies import Messenger
 from weightcast.receiver.staging import Place
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import RankInfo

@@ -24,8 +24,7 @@ from weightcast.ray.cluster import require_cluster
 from weightcast.ray.collect import why_gone
 from weightcast.receiver import lost_ranks
 from weightcast.receiver.executor import Worker, WorkerFactory
-from weightcast.receiver.lost_ranks import FarRanks
-from weightcast.receiver.rank_replies import answer_message, answer_work
+from weightcast.receiver.lost_ranks import FarRanks, answer_message, answer_work
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import EngineFailure, WeightcastError
+from weightcast.receiver.lost_ranks import Messenger, answer_work
 from weightcast.receiver.rank_connections import CLOSE, ConnectedRanks, limit_sends, serve_messages
-from weightcast.receiver.rank_replies import Messenger, answer_work
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
 

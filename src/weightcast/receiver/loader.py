@@ -18,13 +18,12 @@ from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier, target_of
 from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
-from weightcast.receiver.load_plan import LoadPlan
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
-from weightcast.receiver.scattered_plan import ExchangePlan, Parts, ScatteredPlan
+from weightcast.receiver.scattered_plan import ExchangePlan, LoadPlan, Parts, ScatteredPlan
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import HeldSums, HeldTable

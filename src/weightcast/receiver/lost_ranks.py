@@ -1,16 +1,16 @@
-"""Waits for ranks in other processes, and names the rank that is dead or silent."""
+"""Messages to ranks in other processes and their replies, and the name of the rank that is dead or silent."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from weightcast.errors import EngineFailure
-from weightcast.receiver.rank_replies import failures_in
 from weightcast.wire.answers import RankAck
-from weightcast.wire.codec import decode_rank_ack, encode
+from weightcast.wire.codec import decode, decode_rank_ack, encode
 from weightcast.wire.held import HeldTable
 from weightcast.wire.messages import Close, Commit, Message, Open, Prepare, Readback, Revert
 from weightcast.wire.plans import UpdatePlan
@@ -20,6 +20,8 @@ _LOOK_S = 1.0  # longest single wait for answers, short enough to notice that th
 _STOOD_STILL_S = 0.5  # a wait that ends this much too late: longer than a busy machine explains
 
 Receive = Callable[[set[int], float], dict[int, bytes]]
+_NAMES_TABLES = Close | Commit | Revert | Readback | Prepare
+_OK, _FAILED = b"+", b"-"
 
 
 class FarRanks:
@@ -33,7 +35,7 @@ class FarRanks:
 
     def _encode(self, message: Message) -> bytes:
         """Encodes a message for the ranks.  Each keeps at least the plan that it was sent last."""
-        if isinstance(message, Close | Commit | Revert | Readback | Prepare):
+        if isinstance(message, _NAMES_TABLES):
             message = msgspec.structs.replace(message, known_tables=tuple(self._tables))
         if not isinstance(message, Open | Prepare) or message.plan is None:
             return encode(message)
@@ -91,3 +93,40 @@ class FarRanks:
         for rank, words in failed.items():
             raise EngineFailure(f"rank {rank} failed in {what}: {words}", ranks=list(failed))
         return replies[0][1:]
+
+
+class Messenger(Protocol):
+    """The object in a rank's process that carries out weight messages."""
+
+    def apply(self, message: Message) -> RankAck:
+        """Carries out a message.  Called by one thread at a time."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """Ends a wait inside ``apply`` now.  Called from another thread."""
+        ...
+
+
+def answer_work(do: Callable[[], bytes]) -> bytes:
+    """A reply for the work lane: what ``do`` returns, or the error that it raises."""
+    try:
+        return _OK + do()
+    except Exception as error:  # noqa: BLE001  the other end must hear it; the rank stays for the next command
+        return _FAILED + f"{type(error).__name__}: {error}".encode()
+
+
+def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
+    """A reply for the message lane: the rank's ack, or the error that the worker raised."""
+    known: tuple[str, ...] = ()
+    try:
+        message = decode(frame)
+        known = message.known_tables if isinstance(message, _NAMES_TABLES) else ()
+        ack = worker.apply(message)
+    except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
+        ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
+    return encode(ack, known_tables=known)
+
+
+def failures_in(replies: dict[int, bytes]) -> dict[int, str]:
+    """Returns the words of each rank whose work failed, by rank."""
+    return {rank: reply[1:].decode() for rank, reply in sorted(replies.items()) if reply[:1] == _FAILED}

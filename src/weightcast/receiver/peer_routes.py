@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from weightcast.errors import WireError
-from weightcast.receiver.schemas import json_content
-from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, no_browsers, read_body, refusal
+from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, json_content, no_browsers, read_body, refusal
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.codec import decode
 from weightcast.wire.messages import BOXES, CHUNK, ReadChunk

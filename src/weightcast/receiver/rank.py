@@ -22,7 +22,7 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import READ_BACK, Finisher, Loader, residents_of
 from weightcast.receiver.offer import check_copies
-from weightcast.receiver.peer_rules import check_computed
+from weightcast.receiver.open_session import check_computed
 from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.resident_chunks import ResidentChunks

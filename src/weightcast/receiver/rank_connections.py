@@ -15,8 +15,7 @@ from multiprocessing.connection import wait
 from weightcast.comm.authenticated import AuthenticatedConnection
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.receiver import lost_ranks
-from weightcast.receiver.lost_ranks import FarRanks
-from weightcast.receiver.rank_replies import Messenger, answer_message
+from weightcast.receiver.lost_ranks import FarRanks, Messenger, answer_message
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
 

@@ -16,9 +16,9 @@ from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_copier import copy_plainly, written_by
-from weightcast.receiver.load_plan import LoadPlan
 from weightcast.receiver.scattered_plan import (
     ExchangePlan,
+    LoadPlan,
     Parts,
     ScatteredPlan,
     ShareCopy,

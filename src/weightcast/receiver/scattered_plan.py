@@ -1,4 +1,4 @@
-"""The copies of a bucket whose parts lie in several places.  Numbers only.
+"""The copies of a bucket whose parts lie in several places, and all that goes with a plan.  Numbers only.
 
 A rank's routes say which boxes of the source tensors it keeps.  Boxes of these tensors lie somewhere: in the buffers of
 several trainer ranks, or in the messages that they sent.  The copies are the routes, cut to these boxes.
@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.errors import Refused
-from weightcast.receiver.bucket_plan import Copy
+from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.wire.box import Box, are_disjoint, contiguous_strides, intersection, span_of
 from weightcast.wire.bucket_sources import MappedPart, Part
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
+from weightcast.wire.plans import UpdatePlan
 from weightcast.wire.routes import Region, Route
 
 Parts = tuple[tuple[Part, ...], ...]
@@ -317,3 +319,30 @@ def _check_tiled(slot: TensorSlot, boxes: Sequence[Box]) -> None:
     inside = fits and all(not box.numel or intersection(box, rows) == box for box in boxes)
     if not inside or sum(box.numel for box in boxes) != rows.numel or not are_disjoint(boxes):
         raise Refused(f"{slot.spec.name}: the trainer ranks do not have rows {slot.first_row} and on exactly once")
+
+
+class LoadPlan:
+    """The copies and sums of one plan's buckets.  All that a rank remembers of them is here, and goes with the plan.
+
+    What depends on where parameters lie is checked against their form, or kept by their addresses.
+
+    Attributes:
+        hash: Hash of the plan; empty for buckets that come without one.
+        sums: Sums of whole buckets.
+        buckets: Copies of whole buckets, by number.
+        scattered: Copies out of several places, by how the parts come and the number of the bucket.
+        exchanges: Messages with parts, by whether they are read and the number of the bucket.
+        legs: Messages beside parts in memory, by the trainer ranks with memory and the number of the bucket.
+    """
+
+    def __init__(self, plan: UpdatePlan | None = None) -> None:
+        self.hash = plan.hash if plan is not None else ""
+        self.sums = PlanSums(plan.layouts if plan is not None else ())
+        self.buckets: dict[int, BucketPlan] = {}
+        self.scattered: dict[tuple[str, int], ScatteredPlan] = {}
+        self.exchanges: dict[tuple[bool, int], ExchangePlan] = {}
+        self.legs: dict[tuple[tuple[int, ...], int], ExchangePlan] = {}
+
+    def is_of(self, plan: UpdatePlan | None) -> bool:
+        """True if updates by this plan find here what they need."""
+        return self.hash == (plan.hash if plan is not None else "")

@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import ConfigError, Refused, WeightcastError, WireError, error_words
-from weightcast.receiver.schemas import json_content
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, PREPARE_SCHEMA, decode, encode
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
@@ -29,6 +28,7 @@ MAX_SCORE_BYTES = 1 << 20
 _SPARE_BYTES = 8 << 20  # of a message, for everything but the tensors that it names, such as handles of trainer ranks
 _TIMES_THE_TABLE = 4
 _DECODED_AT_ONCE_BYTES = 64 << 10
+_PREFIX = "#/components/schemas/"
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Score = Callable[[Sequence[int]], Sequence[float]]
 
@@ -316,6 +316,39 @@ def _answer(ack: Ack) -> Response:
 def refusal(status: int, text: str) -> Response:
     """Returns an answer that is no ``Ack``, with the reason."""
     return reply(Refusal(error=Words(message=text)), status)
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """Returns the JSON schema of a msgspec type, complete without references.
+
+    The components of the OpenAPI document belong to the application that mounts the weight routes.
+    """
+    (schema,), components = msgspec.json.schema_components([kind], ref_template=_PREFIX + "{name}")
+    found: dict[str, Any] = _inline(schema, components)
+    return found
+
+
+def json_content(description: str, *kinds: Any) -> dict[str, Any]:
+    """Returns an OpenAPI response or request body whose content is one of the types."""
+    schemas = [schema_of(kind) for kind in kinds]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _inline(part: Any, components: dict[str, Any]) -> Any:
+    if isinstance(part, list):
+        return [_inline(entry, components) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    reference = part.get("$ref")
+    if isinstance(reference, str):
+        return _inline(components[reference.removeprefix(_PREFIX)], components)
+    found: dict[str, Any] = {key: _inline(value, components) for key, value in part.items() if key != "discriminator"}
+    pattern = found.get("pattern")
+    if isinstance(pattern, str):
+        # JSON schema has ECMAScript's regular expressions, in which $ means Python's \Z.
+        found["pattern"] = pattern.replace(r"\Z", "$")
+    return found
 
 
 _STATUSES = {"engine": 409, "group": GROUP_FAILED, "mapping": MAPPING_FAILED}

@@ -20,8 +20,16 @@ from weightcast.errors import EngineFailure, Refused, WeightcastError, error_wor
 from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, GoesOnUnproven
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
-from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
-from weightcast.receiver.peer_rules import check_fetch, check_fetched, check_readable
+from weightcast.receiver.open_session import (
+    Announced,
+    OpenSession,
+    check_fetch,
+    check_fetched,
+    check_idle,
+    check_message,
+    check_readable,
+    owner,
+)
 from weightcast.receiver.rank_answers import Resident, ResidentFold, cause_of, costs, failures, fold_received, union
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.report import count_of

@@ -24,9 +24,8 @@ from typing import Any, cast
 import torch
 
 from weightcast.comm import event_loop
-from weightcast.comm.invited import Invited
 from weightcast.comm.nccl import NcclGroup, nccl_binding, new_unique_id
-from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.rendezvous import Invited, Rendezvous
 from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError

@@ -11,7 +11,7 @@ They move in one of six ways:
   process group.  Every trainer rank sends every engine rank the parts that it keeps (``update/exchange.py``), and the
   head posts which trainer rank has which parts.
 - by relay: as by messages, but trainer ranks send each piece once.  Engine ranks that keep the same pieces pass them on
-  from one to the next (``comm/relays.py``).  ``auto`` does not choose it.
+  from one to the next (``comm/group_moves.py``).  ``auto`` does not choose it.
 - mixed: an engine rank reads the buffers of trainer ranks on its own host, as over memory, and gets messages from the
   others.
 - by RDMA: as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the parts that
@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 
 from weightcast.comm import nixl
-from weightcast.comm.invited import Invited
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.protocols import Transport

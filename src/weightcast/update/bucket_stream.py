@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 import torch
 
-from weightcast.comm.invited import Invited
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, SourceSums
@@ -28,12 +28,10 @@ from weightcast.update.bucket_memory import planned_bytes
 from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
-from weightcast.update.mapped import MappedShares
 from weightcast.update.messages import Choice
 from weightcast.update.packs import Packs
-from weightcast.update.prepare import SharedParts
-from weightcast.update.send_plan import SendPlan
-from weightcast.update.served_parts import ServedParts
+from weightcast.update.prepare import SendPlan, SharedParts
+from weightcast.update.served_parts import MappedShares, ServedParts
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from weightcast.comm.group_moves import Move
-from weightcast.comm.invited import Invited
-from weightcast.comm.relays import Relay, chains
+from weightcast.comm.group_moves import Move, Relay, chains
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
 from weightcast.exporters.held_parts import region

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightcast.comm.invited import Invited
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target, UpdateConfig
 from weightcast.digest.sent import Sent
@@ -29,8 +29,7 @@ from weightcast.update.choose import Plan
 from weightcast.update.exchange import Exchange
 from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
-from weightcast.update.prepare import Preparation, SharedParts
-from weightcast.update.send_plan import SendPlan
+from weightcast.update.prepare import Preparation, SendPlan, SharedParts
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from weightcast import errors
-from weightcast.comm.invited import Invited
+from weightcast.comm.rendezvous import Invited
 from weightcast.errors import ConfigError, TargetError, TargetsFailed, UpdateFailed, WeightcastError
 from weightcast.report import UpdateReport
 from weightcast.wire.layout import Packing

@@ -1,4 +1,4 @@
-"""Hands engines the plan of the updates to come, so that the first update need not work it out.
+"""The plan of the updates to come, handed to engines so that the first update need not work it out.
 
 Nothing depends on it.  An engine that cannot take the plan now, or that restarts, works it out in its next update.
 """
@@ -6,7 +6,8 @@ Nothing depends on it.  An engine that cannot take the plan now, or that restart
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import operator
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,12 +15,17 @@ import msgspec
 
 from weightcast.comm import event_loop
 from weightcast.config import UpdateConfig
+from weightcast.digest.bucket_sums import PlanSums
+from weightcast.digest.sent import casts_of
 from weightcast.errors import WeightcastError
 from weightcast.protocols import Preparing
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.spec import TransportSpec
+from weightcast.update.finite import FiniteCheck
 from weightcast.wire.answers import Ack
+from weightcast.wire.bucket import run_sizes
 from weightcast.wire.bucket_sources import Part
+from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Prepare, Way
 from weightcast.wire.plans import UpdatePlan
 
@@ -96,3 +102,32 @@ def _shares_of(parts: Sequence[SharedParts], way: Way, host: str) -> tuple[tuple
 
 def _count(parts: Sequence[SharedParts]) -> int:
     return len(parts[0].buckets) if parts else 0
+
+
+class SendPlan:
+    """The tables of an update, and what the buckets need on their way.
+
+    Attributes:
+        tables: The plan in the form of the wire.
+        lent: Names of each bucket's zero-copy tensors, in order; empty if there are none.
+        sums: The digest sums of the buckets.
+        finite: The check of whole buckets for values that are not finite.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout], lent: Sequence[tuple[str, ...]]
+    ) -> None:
+        runs = tuple(run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(layouts))
+        self.tables = UpdatePlan(tuple(specs), layouts, runs)
+        self.lent = lent
+        self.sums = PlanSums(layouts)
+        self.finite = FiniteCheck()
+        self._kept: list[Sequence[TensorSpec]] = []
+        self._casts: dict[str, set[str]] = {}
+
+    def casts(self, kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
+        """As ``casts_of``; worked out again only if an engine keeps other tensors than before."""
+        tables = list(kept)
+        if len(tables) != len(self._kept) or not all(map(operator.is_, tables, self._kept)):
+            self._casts, self._kept = casts_of(self.tables.specs, tables), tables
+        return self._casts

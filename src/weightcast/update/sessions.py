@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from weightcast.comm.invited import Invited
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.config import UpdateConfig

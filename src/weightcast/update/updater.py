@@ -49,14 +49,13 @@ from weightcast.update.arguments import (
 from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_memory import free_bytes_of
 from weightcast.update.bucket_stream import BucketStream, Progress
-from weightcast.update.connecting import Connecting
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
-from weightcast.update.mapped import layouts_in_place
 from weightcast.update.messages import AttemptResult, Choice, Failure, Place, least_free_bytes
 from weightcast.update.recognise import recognise_on_loop
+from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
-from weightcast.update.watched import run_watched, tell_targets
+from weightcast.update.watched import Connecting, run_watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import TrainerSpans

@@ -20,7 +20,7 @@ from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
 from weightcast.update.choose import Plan
 from weightcast.update.finite import FiniteCheck, checks_finite
-from weightcast.update.send_plan import SendPlan
+from weightcast.update.prepare import SendPlan
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec

@@ -121,7 +121,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             which boxes of the source tensors it wants.
         members: Engine ranks that join, in the order of their group ranks; empty for all of them.
         relays: True if the trainer then tells each engine rank from which other one it gets its pieces, and to which
-            one it passes them on (``comm/relays.py``).
+            one it passes them on (``comm/group_moves.py``).
     """
 
     group: GroupName

@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 
 from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
+from weightcast.comm.ipc import host_id_of
 from weightcast.comm.run_steps import EngineRequest
-from weightcast.comm.same_host import host_id_of
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetRejected
 from weightcast.protocols import Adapter

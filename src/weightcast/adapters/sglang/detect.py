@@ -14,8 +14,8 @@ import msgspec
 
 from weightcast.adapters.encoders import TAKES_IMAGES
 from weightcast.adapters.sglang.adapter import KEEPS_DRAFT, SglangAdapter
+from weightcast.comm.ipc import host_id_of
 from weightcast.comm.run_steps import EngineRequest
-from weightcast.comm.same_host import host_id_of
 from weightcast.config import PauseMode
 from weightcast.errors import TargetRejected
 from weightcast.protocols import Adapter

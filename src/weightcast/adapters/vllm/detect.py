@@ -9,8 +9,8 @@ from weightcast.adapters.vllm.adapter import VllmAdapter
 from weightcast.adapters.vllm.extension_adapter import ExtensionAdapter
 from weightcast.adapters.vllm.requests import decoded, if_there
 from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
+from weightcast.comm.ipc import host_id_of
 from weightcast.comm.run_steps import EngineRequest
-from weightcast.comm.same_host import host_id_of
 from weightcast.errors import WireError
 from weightcast.protocols import Adapter
 from weightcast.wire.engine_info import EngineInfo, RankInfo

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from weightcast.comm.group_moves import Move
-from weightcast.comm.relays import Relay
+from weightcast.comm.group_moves import Move, Relay
 from weightcast.comm.update_group import UpdateGroup, backend_for
 from weightcast.errors import ConfigError, Refused
 from weightcast.wire.bucket import Bucket
