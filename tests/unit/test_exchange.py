@@ -239,7 +239,7 @@ def exchange_and_compare(case: dict) -> None:
                 assert end.failures == {}
             for number, (loader, host) in enumerate(zip(loaders, reads, strict=True)):
                 near = tuple(rank for rank, its in enumerate(hosts) if host and its == host)
-                plan = loader.scattered.plan_legs(layout, tuple(parts[host]), near)
+                plan = loader.scattered.plan_exchange(layout, tuple(parts[host]), near=near)
                 assert not any(plan.messages[rank].pieces for rank in near)
                 received = torch.zeros(max(plan.size_bytes, 1), dtype=torch.uint8)
                 arriving = iter(post.messages.get(len(trainers) + number, []))

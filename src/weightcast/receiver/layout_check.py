@@ -10,7 +10,10 @@ from collections.abc import Iterable
 
 import torch
 
+from weightcast.digest.copies import flat_bytes
 from weightcast.receiver.loader import Loader
+from weightcast.receiver.resident_sums import region_of
+from weightcast.wire.box import slices
 
 
 def changed_since_load(loader: Loader, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -22,18 +25,10 @@ def changed_since_load(loader: Loader, weights: Iterable[tuple[str, torch.Tensor
     changed: set[str] = set()
     for name, tensor in weights:
         for route in loader.routes.get(name, ()):
-            live = loader.residents[route.parameter].detach()
-            region = route.region
-            kept = live.as_strided(region.shape, region.stride, live.storage_offset() + region.offset)
-            part = tuple(
-                slice(start, start + size) for start, size in zip(route.box_offset, route.box_shape, strict=True)
-            )
-            sent = tensor[part].to(device=kept.device, dtype=kept.dtype)
-            if not torch.equal(_bytes(kept), _bytes(sent)):
+            kept = region_of(loader.residents[route.parameter], route)
+            part = tensor[slices(route.box, (0,) * len(route.box_shape))]
+            sent = part.to(device=kept.device, dtype=kept.dtype)
+            # By bytes: values would hide NaN and the sign of zero.
+            if not torch.equal(flat_bytes(kept.contiguous()), flat_bytes(sent.contiguous())):
                 changed.add(route.parameter)
     return sorted(changed)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor: values would hide NaN and the sign of zero."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
-from weightcast.wire.answers import Cause, RankAck
+from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import ByRankSource, IpcSource, LegsSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
@@ -258,7 +258,7 @@ class WeightReceiver:
                 for check in self._checks:
                     check()
                 self.loader.staging.look(forms=True)
-                return self._ack(held=True)
+                return self._ack(reads=True)
             case Fetch():
                 return self._fetch(message)
             case ReadChunk():
@@ -281,7 +281,7 @@ class WeightReceiver:
         written = self.loader.prepare(message)
         if message.verify != "none" and message.way == "buckets":
             self.loader.plan.sums.prepare_totals()
-        return self._ack(written=written)
+        return self._ack(held=written)
 
     def _begin(self, message: Open) -> RankAck:
         self._check_awake()
@@ -342,13 +342,7 @@ class WeightReceiver:
             self._steps.append(Step("load", self.rank, digested, time.monotonic(), index))
         return self._ack()
 
-    def _take_share(
-        self,
-        layout: BucketLayout,
-        source: ShareSource,
-        session: Open,
-        started: float,
-    ) -> RankAck:
+    def _take_share(self, layout: BucketLayout, source: ShareSource, session: Open, started: float) -> RankAck:
         """Reads this rank's own share alone; Close answers with its sums."""
         arrived = self._shares.take(
             layout,
@@ -455,7 +449,7 @@ class WeightReceiver:
         received = self._received.by_name() if message.by_name else {}
         of_all = "" if message.by_name else self._received.of_all()
         self._verify_s = self._did("verify", started)
-        return self._ack(received=received, received_all=of_all, written=written)
+        return self._ack(received=received, received_all=of_all, held=written)
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""
@@ -478,7 +472,7 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._load_s = self._did("switch", started)
         self._measured()
-        return self._ack(held=message.reads_back and session.verify in READ_BACK)
+        return self._ack(reads=message.reads_back and session.verify in READ_BACK)
 
     def _switch(self) -> None:
         if self._open is not None:
@@ -494,7 +488,7 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._did("switch", started)
         self._open = None  # it is over, and no update is under way
-        return self._ack(held=True)
+        return self._ack(reads=True)
 
     def _abort(self, message: Abort) -> RankAck:
         self._interrupted.clear()
@@ -543,45 +537,24 @@ class WeightReceiver:
         return self._open
 
     def _ack(
-        self,
-        *,
-        ok: bool = True,
-        error: str = "",
-        refused: bool = False,
-        cause: Cause = "engine",
-        touched: bool = False,
-        missing: tuple[str, ...] = (),
-        received: dict[str, str] | None = None,
-        received_all: str = "",
-        held: bool = False,
-        written: HeldSums = NOTHING_HELD,
-        part: bytes = b"",
-        chunks: int = 0,
+        self, *, reads: bool = False, held: HeldSums = NOTHING_HELD, touched: bool = False, **more: Any
     ) -> RankAck:
-        kept = written
-        if held:
+        """An answer with the costs so far; ``reads`` reads the live weights back for it."""
+        if reads:
             started = time.monotonic()
-            kept = self.loader.held()
+            held = self.loader.held()
             self._verify_s += self._did("verify", started)
         return RankAck(
             rank=self.rank,
-            ok=ok,
-            error=error,
-            refused=refused,
-            cause=cause,
             touched=touched or self.loader.touched,
-            missing=missing,
             not_updated=(*self.loader.not_updated, *self._draft),
-            received_all=received_all,
-            received=received or {},
-            held=kept,
+            held=held,
             unproven=tuple(sorted(self.loader.computed)),
-            part=part,
-            chunks=chunks,
             load_s=self._load_s,
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
             steps=tuple(self._steps),
+            **more,
         )
 
     def _did(self, phase: str, began: float) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from weightcast.digest.definition import key_of
 from weightcast.digest.table import EMPTY, DigestTable
+from weightcast.errors import Refused
 from weightcast.wire.answers import Cause, RankAck
 from weightcast.wire.box import Box, are_disjoint
 from weightcast.wire.held import HeldPart, HeldTable
@@ -126,6 +127,13 @@ def failures(acks: Sequence[RankAck]) -> tuple[tuple[int, ...], str]:
     if len(texts) == 1 and len(failed) == len(acks):
         return tuple(ack.rank for ack in failed), texts[0]
     return tuple(ack.rank for ack in failed), "; ".join(f"rank {ack.rank}: {ack.error}" for ack in failed)
+
+
+def check_all(acks: Sequence[RankAck]) -> None:
+    """Raises ``Refused``, with the ranks' words, if one failed."""
+    ranks, error = failures(acks)
+    if ranks:
+        raise Refused(error)
 
 
 def cause_of(acks: Sequence[RankAck]) -> Cause:

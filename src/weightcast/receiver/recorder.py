@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.errors import ConfigError
-from weightcast.receiver.write_log import WriteLog
+from weightcast.receiver.write_log import WriteLog, storage_id
 from weightcast.wire.box import box_of_view, span_of
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):
         self._specs = {spec.name: spec for spec in specs}
         self._residents: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in residents.items():
-            self._residents.setdefault(_storage(tensor), []).append((name, tensor))
+            self._residents.setdefault(storage_id(tensor), []).append((name, tensor))
         self._source_of: dict[int, str] = {}
         self._numbers: dict[int, float] = {}  # by storage of the tensor that holds it
         self._keep: list[torch.Tensor] = []
@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):
         for spec in self._specs.values():
             tensor = torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta")
             self._keep.append(tensor)  # a freed storage's address would be given to the next one
-            self._source_of[_storage(tensor)] = spec.name
+            self._source_of[storage_id(tensor)] = spec.name
             self._current = spec.name
             yield spec.name, tensor
 
@@ -160,10 +160,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             target, source = args[0], args[1]
-            if _storage(target) in self._residents:
+            if storage_id(target) in self._residents:
                 self._copy(target, source)
                 return target
-        if self._through_clones and func.overloadpacket in _CLONES and _storage(args[0]) in self._source_of:
+        if self._through_clones and func.overloadpacket in _CLONES and storage_id(args[0]) in self._source_of:
             return args[0]  # if the loader changes the clone, it is seen as a change of the source: computed
         if func.overloadpacket in _MOVES and self._only_moves(func, args, kwargs):
             return args[0]
@@ -171,10 +171,10 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         written = list(_written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
         for tensor in written:
-            source = self._source_of.get(_storage(tensor))
+            source = self._source_of.get(storage_id(tensor))
             if source is not None:
                 self._why[source] = f"{func} changes the source in place"
-        residents = [tensor for tensor in written if _storage(tensor) in self._residents]
+        residents = [tensor for tensor in written if storage_id(tensor) in self._residents]
         for tensor in residents:
             names = [name for name, _ in self._owners(tensor)]
             self._why[self._current] = f"{func} writes {' and '.join(names)}"
@@ -182,22 +182,22 @@ class _Recorder(TorchDispatchMode):
         if residents:
             return residents[0] if func._schema.returns else None
         for tensor in written:
-            self._numbers.pop(_storage(tensor), None)
+            self._numbers.pop(storage_id(tensor), None)
         if func is torch.ops.aten.lift_fresh.default and not args[0].dim() and args[0].device.type == "cpu":
             self._keep.append(args[0])
-            self._numbers[_storage(args[0])] = args[0].item()
+            self._numbers[storage_id(args[0])] = args[0].item()
         return func(*args, **kwargs)
 
     def _only_moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True if a source is brought to another device and stays what it is; here it has no memory to bring."""
         names = [argument.name for argument in func._schema.arguments]
         options = {**dict(zip(names, args, strict=False)), **kwargs}
-        moved = _storage(args[0]) in self._source_of and options.get("device") not in (None, torch.device("meta"))
+        moved = storage_id(args[0]) in self._source_of and options.get("device") not in (None, torch.device("meta"))
         return moved and options.get("dtype") in (None, args[0].dtype)
 
     def _owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The resident that a tensor lies in; every resident of its storage if it lies in none of them."""
-        sharing = self._residents.get(_storage(tensor), [])
+        sharing = self._residents.get(storage_id(tensor), [])
         if len(sharing) < 2:
             return sharing
         return next(([owner] for owner in sharing if _lies_in(tensor, owner[1])), sharing)
@@ -205,7 +205,7 @@ class _Recorder(TorchDispatchMode):
     def _fill(self, target: torch.Tensor, value: float | torch.Tensor) -> bool:
         """Notes a constant; False if it goes to more than one parameter, or is computed."""
         # `weight[row] = 0` makes a tensor of its 0 on the CPU, whatever device the weight is on.
-        number = self._numbers.get(_storage(value)) if isinstance(value, torch.Tensor) else value
+        number = self._numbers.get(storage_id(value)) if isinstance(value, torch.Tensor) else value
         if number is None:
             return False
         owners = self._owners(target)
@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         owners = self._owners(target)
-        name = self._source_of.get(_storage(source))
+        name = self._source_of.get(storage_id(source))
         if len(owners) > 1:
             several = [parameter for parameter, _ in owners]
             self._why[name or self._current] = f"one copy writes {' and '.join(several)}, which share memory"
@@ -268,8 +268,3 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, which its views share; meta tensors have one although they have no memory."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

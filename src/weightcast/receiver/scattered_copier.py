@@ -25,7 +25,6 @@ from weightcast.receiver.scattered_plan import (
     ShareRoutes,
     Source,
     plan_exchange,
-    plan_legs,
     plan_mapped,
     plan_scattered,
     wanted_of,
@@ -123,22 +122,17 @@ class ScatteredCopier:
             plan = self._plan.scattered["buffers", layout.index] = replace(plan, parts=parts)
         return plan
 
-    def plan_exchange(self, layout: BucketLayout, parts: Parts, *, read: bool = False) -> ExchangePlan:
-        """The messages with this rank's share of a bucket; ``read`` as in ``plan_message``, errors as in ``plan``."""
-        plan = self._plan.exchanges.get((read, layout.index))
+    def plan_exchange(
+        self, layout: BucketLayout, parts: Parts, *, near: tuple[int, ...] = (), read: bool = False
+    ) -> ExchangePlan:
+        """The messages with this rank's share of a bucket; the arguments are those of ``plan_exchange``."""
+        key = read, near, layout.index
+        plan = self._plan.exchanges.get(key)
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
-            plan = plan_exchange(layout, parts, self.wanted, self._routes, read=read)
-            self._plan.exchanges[read, layout.index] = plan
+            plan = plan_exchange(layout, parts, self.wanted, self._routes, near=near, read=read)
         elif not all(map(operator.is_, plan.copies.parts, parts)):
-            plan = self._plan.exchanges[read, layout.index] = replace(plan, copies=replace(plan.copies, parts=parts))
-        return plan
-
-    def plan_legs(self, layout: BucketLayout, parts: Parts, near: tuple[int, ...]) -> ExchangePlan:
-        """As ``plan_exchange`` where the parts of some trainer ranks, ``near``, lie in their buffers on this host."""
-        plan = self._plan.legs.get((near, layout.index))
-        if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
-            plan = plan_legs(layout, parts, near, self.wanted, self._routes)
-            self._plan.legs[near, layout.index] = plan
+            plan = replace(plan, copies=replace(plan.copies, parts=parts))
+        self._plan.exchanges[key] = plan
         return plan
 
     def plan_mapped(

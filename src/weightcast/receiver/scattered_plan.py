@@ -141,27 +141,14 @@ def plan_exchange(
     wanted: Wanted,
     routes: ShareRoutes,
     *,
+    near: Sequence[int] = (),
     read: bool = False,
 ) -> ExchangePlan:
     """Works out the messages that bring this rank's share of a bucket, and the copies out of them.
 
-    ``wanted`` comes from ``wanted_of``; ``read`` is as for ``plan_message``.  Raises as ``plan_scattered``.
-    """
-    return plan_legs(layout, parts, (), wanted, routes, read=read)
-
-
-def plan_legs(
-    layout: BucketLayout,
-    parts: Parts,
-    near: Sequence[int],
-    wanted: Wanted,
-    routes: ShareRoutes,
-    *,
-    read: bool = False,
-) -> ExchangePlan:
-    """As ``plan_exchange``, where some trainer ranks' parts are not sent but lie at their places in their buckets.
-
-    ``near`` are the numbers of these trainer ranks.  The receive buffer of the copies comes first, then their buckets.
+    The parts of the trainer ranks ``near`` are not sent but lie at their places in their buckets.  The receive buffer of
+    the copies comes first, then these buckets.  ``wanted`` comes from ``wanted_of``; ``read`` is as for
+    ``plan_message``.  Raises as ``plan_scattered``.
     """
     _check_parts(layout, parts)
     messages: list[PieceMessage] = []
@@ -174,7 +161,7 @@ def plan_legs(
             for part in own:
                 sources.setdefault(part.slot, []).append(_in_bucket(layout, part, buffers[trainer]))
             own = ()  # nothing of it comes in a message
-        boxes = [(part.slot, Box(offset=part.offset, shape=part.shape)) for part in own]
+        boxes = [(part.slot, part.box) for part in own]
         message = plan_message(layout, boxes, wanted, read=read)
         messages.append(message)
         starts.append(end)
@@ -220,7 +207,7 @@ def _in_bucket(layout: BucketLayout, part: Part, buffer: int) -> Source:
     first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
         (at - zero) * step for at, zero, step in zip(part.offset, slot.box.offset, stride, strict=True)
     )
-    return Source(buffer, Box(offset=part.offset, shape=part.shape), first, stride)
+    return Source(buffer, part.box, first, stride)
 
 
 def clipped(route: Route, box: Box) -> Route | None:
@@ -300,7 +287,7 @@ def _check_parts(layout: BucketLayout, parts: Parts | tuple[tuple[MappedPart, ..
     boxes: dict[int, list[Box]] = {}
     for own in parts:
         for part in own:
-            boxes.setdefault(part.slot, []).append(Box(offset=part.offset, shape=part.shape))
+            boxes.setdefault(part.slot, []).append(part.box)
     beyond = [number for number in boxes if number >= len(layout.slots)]
     if beyond:
         raise Refused(f"bucket {layout.index} has {len(layout.slots)} slots, and parts of slot {beyond[0]}")
@@ -331,8 +318,8 @@ class LoadPlan:
         sums: Sums of whole buckets.
         buckets: Copies of whole buckets, by number.
         scattered: Copies out of several places, by how the parts come and the number of the bucket.
-        exchanges: Messages with parts, by whether they are read and the number of the bucket.
-        legs: Messages beside parts in memory, by the trainer ranks with memory and the number of the bucket.
+        exchanges: Messages with parts, by whether they are read, the trainer ranks whose parts lie in memory, and the
+            number of the bucket.
     """
 
     def __init__(self, plan: UpdatePlan | None = None) -> None:
@@ -340,8 +327,7 @@ class LoadPlan:
         self.sums = PlanSums(plan.layouts if plan is not None else ())
         self.buckets: dict[int, BucketPlan] = {}
         self.scattered: dict[tuple[str, int], ScatteredPlan] = {}
-        self.exchanges: dict[tuple[bool, int], ExchangePlan] = {}
-        self.legs: dict[tuple[tuple[int, ...], int], ExchangePlan] = {}
+        self.exchanges: dict[tuple[bool, tuple[int, ...], int], ExchangePlan] = {}
 
     def is_of(self, plan: UpdatePlan | None) -> bool:
         """True if updates by this plan find here what they need."""

@@ -30,7 +30,16 @@ from weightcast.receiver.open_session import (
     check_readable,
     owner,
 )
-from weightcast.receiver.rank_answers import Resident, ResidentFold, cause_of, costs, failures, fold_received, union
+from weightcast.receiver.rank_answers import (
+    Resident,
+    ResidentFold,
+    cause_of,
+    check_all,
+    costs,
+    failures,
+    fold_received,
+    union,
+)
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.report import count_of
 from weightcast.runtime.gc_pause import gc_paused
@@ -233,9 +242,7 @@ class SessionHandler:
             acks = self._executor.apply(message, timeout_s=_READ_CHUNK_S)
         finally:
             self._busy.release()
-        ranks, error = failures(acks)
-        if ranks:
-            raise Refused(error)
+        check_all(acks)
         return acks[message.rank].part
 
     def boxes(self) -> WantedBoxes:
@@ -247,9 +254,7 @@ class SessionHandler:
         """
         with self._busy:
             acks = self._executor.apply(TellBoxes(), timeout_s=_READ_CHUNK_S)
-        ranks, error = failures(acks)
-        if ranks:
-            raise Refused(error)
+        check_all(acks)
         return WantedBoxes(kinds=tuple(dict.fromkeys(ack.part for ack in acks)))
 
     def lease_lost(self, session: str) -> None:

@@ -143,7 +143,7 @@ class Shares:
         """As ``take``, out of buffers of this host and messages from other hosts."""
         near = [(rank, leg.parts, leg.handle) for rank, leg in enumerate(source.legs) if leg.handle is not None]
         parts = tuple(leg.parts for leg in source.legs)
-        plan = self.loader.scattered.plan_legs(layout, parts, tuple(rank for rank, _, _ in near))
+        plan = self.loader.scattered.plan_exchange(layout, parts, near=tuple(rank for rank, _, _ in near))
         buffers = [PartialBuffer(handle=handle, parts=own) for _, own, handle in near]
         here = self.memory.read_parts(layout, buffers)  # before anything is received: a refusal comes at once
         room = self._room(plan.size_bytes, passed_on=False, timeout_s=timeout_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weightcast.wire.box import Box, box_of_view, intersection, span_of
+from weightcast.wire.box import Box, box_of_view, intersection, slices, span_of
 from weightcast.wire.routes import Region, Route
 
 
@@ -102,7 +102,7 @@ class WriteLog:
 
     def _note(self, write: _Write) -> None:
         self._order.append(write)
-        self._by_storage.setdefault(_storage(write.whole), []).append(write)
+        self._by_storage.setdefault(storage_id(write.whole), []).append(write)
 
     def _hide_covered(self, writes: list[_Write], result: Result) -> None:
         """Takes from each write what a later one covers, if either is a constant; copies over copies are refused."""
@@ -121,7 +121,7 @@ class WriteLog:
     def _constant_parts(self, write: _Write) -> list[Box]:
         """The boxes of a copy that have a constant in the end."""
         found = write.box()
-        others = self._by_storage[_storage(write.whole)]
+        others = self._by_storage[storage_id(write.whole)]
         fills = [each for each in others if each.route is None and each.whole is write.whole]
         parts = [part for fill in fills for part in fill.left() or ()]
         common = [intersection(part, found[0]) for part in parts] if found is not None else []
@@ -133,7 +133,7 @@ class WriteLog:
             write.region.shape, write.region.stride, int(write.whole.storage_offset()) + write.region.offset
         )
         parts = write.parts
-        views = [live] if parts is None else [write.whole[_slices(part)] for part in parts]
+        views = [live] if parts is None else [write.whole[slices(part, (0,) * len(part.shape))] for part in parts]
         if not all(bool((view == write.value).all()) for view in views):
             result.why[write.source] = write.parameter, f"{write.parameter} gets a constant that it does not have"
             # Copies of this source that were taken over before stay with the loader too.
@@ -186,10 +186,6 @@ def _cut(route: Route, write: _Write, parts: list[Box] | None) -> list[Route]:
     return cut
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
-
-
 def _span(write: _Write):
     return span_of(int(write.whole.storage_offset()) + write.region.offset, write.region.shape, write.region.stride)
 
@@ -198,8 +194,9 @@ def _place(write: _Write) -> tuple[object, ...]:
     """The same for writes to the same elements, whatever the parameters are called."""
     dims = sorted(pair for pair in zip(write.region.shape, write.region.stride, strict=True) if pair[0] != 1)
     offset = int(write.whole.storage_offset()) + write.region.offset
-    return _storage(write.whole), write.whole.dtype, offset, tuple(dims)
+    return storage_id(write.whole), write.whole.dtype, offset, tuple(dims)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, which its views share; meta tensors have one although they have no memory."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
