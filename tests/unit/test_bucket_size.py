@@ -162,7 +162,7 @@ def test_a_limit_of_extra_memory_bounds_it_and_an_explicit_size_is_kept():
 def test_a_transport_that_gives_way_takes_its_size_along():
     plan = plan_of({HERE: fitting("GPU-1")}, ["GPU-0"], LARGE, max_extra_bytes=8 * GIB)
     assert plan.choose().bucket_bytes == 2 * GIB
-    plan._reach._left[HERE] = {"ipc"}
+    plan.reach._left[HERE] = {"ipc"}
     assert plan.choose_again().bucket_bytes == 512 * MIB
 
 

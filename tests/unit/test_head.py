@@ -96,8 +96,8 @@ def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
 def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the head's result for an engine that has switched and proved its weights."""
     link = Link(client=head._roster.client(URL), adapter=adapter_for(info("native")), info=info("native"))
-    head._sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
-    head._plan._reach._best = spec_of("broadcast")
+    head.sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
+    head._plan.reach._best = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
     monkeypatch.setattr("weightcast.update.verify.converse_on_loop", AsyncMock(return_value=theirs))
@@ -130,7 +130,7 @@ def test_engine_that_was_away_at_connect_is_checked_when_it_returns():
     away = info("native")
     away = msgspec.structs.replace(away, specs=(TensorSpec(name="other", dtype="float32", shape=(8,)),))
     head = head_of({URL: info("native"), "http://late": away}, on_failure="quarantine", transport="broadcast")
-    head._plan._reach._best = spec_of("broadcast")
+    head._plan.reach._best = spec_of("broadcast")
     links = head._make_links(head._roster.infos)
     assert [link.url for link in links] == [URL]
     assert "missing other" in str(head._outcomes["http://late"].failed)

@@ -42,7 +42,7 @@ def plan_of(infos: dict[str, EngineInfo], places: list[str], *, hosts: tuple[str
 
 
 def chosen(plan: Plan, infos: dict[str, EngineInfo]) -> list[str]:
-    return [plan.transport_of(url).name for url in infos]
+    return [plan.reach.of(url).name for url in infos]
 
 
 def test_engines_on_the_trainers_gpus_and_on_another_host_fit_in_one_update():
@@ -78,13 +78,15 @@ def test_engine_that_refused_ipc_goes_by_broadcast_and_the_rest_stays():
     infos = {HERE: engine("cpu"), THIRD: engine("cpu")}
     plan = plan_of(infos, ["cpu"])
     assert plan.choose().transport == "ipc"
-    note = plan.leave_transport(HERE, TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
+    note = plan.reach.leave(plan.links[HERE], TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
     assert note is not None
     assert "cannot map" in note
     choice = plan.choose_again()
     assert (choice.transport, chosen(plan, infos)) == ("ipc+broadcast", ["broadcast", "ipc"])
     # Nothing is left after broadcast.
-    assert plan.leave_transport(HERE, TargetRejected(f"{HERE}: refused", url=HERE, status=MAPPING_FAILED)) is None
+    assert (
+        plan.reach.leave(plan.links[HERE], TargetRejected(f"{HERE}: refused", url=HERE, status=MAPPING_FAILED)) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,20 +100,20 @@ def test_engine_that_refused_ipc_goes_by_broadcast_and_the_rest_stays():
 def test_engine_that_is_gone_or_has_other_weights_is_no_reason_to_leave_a_transport(error):
     plan = plan_of({HERE: engine("cpu"), THIRD: engine("cpu")}, ["cpu"])
     plan.choose()
-    assert plan.leave_transport(HERE, error) is None
+    assert plan.reach.leave(plan.links[HERE], error) is None
     assert plan.choose_again().transport == "ipc"
 
 
 def test_ipc_does_not_give_way_where_nothing_else_can_work():
     plan = plan_of({HERE: engine("GPU-0")}, ["GPU-0"])  # NCCL needs a GPU for each rank
     assert plan.choose().transport == "ipc"
-    assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
+    assert plan.reach.leave(plan.links[HERE], TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
 
 
 def test_named_transport_does_not_give_way():
     plan = plan_of({HERE: engine("cpu")}, ["cpu"], transport="ipc")
     plan.choose()
-    assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
+    assert plan.reach.leave(plan.links[HERE], TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
 
 
 def test_engines_get_the_handles_of_their_own_host_and_others_a_broadcast():

@@ -81,7 +81,7 @@ def test_auto_takes_memory_for_the_ranks_on_the_trainers_host_and_a_broadcast_fo
     assert message.source.of(1) == IpcSource(handles=(HANDLE,))
     assert message.source.of(0) == message.source.of(2) == BroadcastSource(group="g")
     assert decode(encode(message)) == message
-    note = plan.leave_transport(HERE, TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
+    note = plan.reach.leave(plan.links[HERE], TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
     assert note is not None
     assert "ipc+broadcast gave way to broadcast" in note
     assert plan.choose_again().transport == "broadcast"
@@ -92,7 +92,7 @@ def test_ranks_read_memory_of_their_own_hosts_if_each_has_trainer_ranks() -> Non
     infos = {HERE: spread("a", "b"), THERE: spread("b", "c")}
     plan = plan_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"))
     choice = plan.choose()
-    assert [plan.transport_of(url).name for url in infos] == ["ipc", "ipc+broadcast"]
+    assert [plan.reach.of(url).name for url in infos] == ["ipc", "ipc+broadcast"]
     assert (choice.receivers, set(choice.reading_hosts)) == ((0, 2), {"a", "b"})
     buffers = [Shared(memory=HANDLE, host="a"), Shared(memory=OTHER, host="b")]
     first, second = (plan.links[url].shared(buffers) for url in infos)
@@ -157,15 +157,15 @@ def test_direct_leaves_memory_for_messages_only_if_memory_failed_and_the_way_was
     options = {"hosts": ("a", "b"), "transport": "direct"}
     plan = plan_of(infos, ["cpu"] * 2, **options)
     plan.choose()
-    assert plan.leave_transport(HERE, refused("its group broke", GROUP_FAILED)) is None
-    note = plan.leave_transport(HERE, refused("cannot map", MAPPING_FAILED))
+    assert plan.reach.leave(plan.links[HERE], refused("its group broke", GROUP_FAILED)) is None
+    note = plan.reach.leave(plan.links[HERE], refused("cannot map", MAPPING_FAILED))
     assert note is not None
     assert note.startswith("memory gave way to messages")
     assert plan.choose_again().leg_hosts == ("b", "")
     assert [(plan.links[url].reads, plan.links[url].near) for url in infos] == [(("", ""), ()), (("b", "b"), (0, 1))]
     asked = plan_of(infos, ["cpu"] * 2, direct_by="mixed", **options)
     asked.choose()
-    assert asked.leave_transport(HERE, refused("cannot map", MAPPING_FAILED)) is None
+    assert asked.reach.leave(asked.links[HERE], refused("cannot map", MAPPING_FAILED)) is None
 
 
 @pytest.mark.parametrize("changes", [{"transports": ("broadcast",)}, {"host_id": ""}])

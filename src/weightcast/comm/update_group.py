@@ -184,21 +184,11 @@ class UpdateGroup:
             raise GroupFailed(f"group {name}: the rendezvous failed: {made[0]}") from made[0]
 
     @staticmethod
-    def join(
-        *,
-        host: str,
-        port: int,
-        name: str,
-        token: str,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-        cancelled: threading.Event | None = None,
-        tells: bytes | None = None,
-        relays: bool = False,
-    ) -> UpdateGroup:
-        """Joins at a head's ``Rendezvous``; raises as the constructor, also when nothing listens at host and port."""
+    def join(*, host: str, port: int, name: str, timeout_s: float, **rest: Any) -> UpdateGroup:
+        """Joins at a head's ``Rendezvous``; raises as the constructor, also when nothing listens at host and port.
+
+        ``rest`` are other arguments of the constructor.
+        """
 
         def connect() -> dist.Store:
             try:
@@ -209,19 +199,8 @@ class UpdateGroup:
                     hint=f"open TCP {port} from here to {host}, or pass an address that this host can reach",
                 ) from error
 
-        return UpdateGroup(
-            store=connect,
-            name=name,
-            token=token,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            address=local_address_towards(host, port),
-            timeout_s=timeout_s,
-            cancelled=cancelled,
-            tells=tells,
-            relays=relays,
-        )
+        address = local_address_towards(host, port)
+        return UpdateGroup(store=connect, name=name, address=address, timeout_s=timeout_s, **rest)
 
     @property
     def alive(self) -> bool:

@@ -146,8 +146,8 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Works out the messages that bring this rank's share of a bucket, and the copies out of them.
 
-    The parts of the trainer ranks ``near`` are not sent but lie at their places in their buckets.  The receive buffer of
-    the copies comes first, then these buckets.  ``wanted`` comes from ``wanted_of``; ``read`` is as for
+    The parts of the trainer ranks ``near`` are not sent but lie at their places in their buckets.  The receive buffer
+    comes first, then these buckets.  ``wanted`` comes from ``wanted_of``; ``read`` is as for
     ``plan_message``.  Raises as ``plan_scattered``.
     """
     _check_parts(layout, parts)

@@ -401,7 +401,7 @@ class BucketStream:
         again = head.go_on()
         if head.failed:
             return _encoder.encode(_Go(None))
-        return _encoder.encode(_Go(index if again is None else again, head.groups, head.invited))
+        return _encoder.encode(_Go(index if again is None else again, head.sessions.groups, head.sessions.invited))
 
     @property
     def resumes(self) -> bool:

@@ -46,6 +46,7 @@ class Plan:
     """The targets, their links and the transport that reaches each of them.
 
     Attributes:
+        reach: The transport that reaches each target.
         receivers: The trainer ranks that fill buckets.
         cell_limit: Most engine ranks in a cell, unless the caller asked for another number.
     """
@@ -83,7 +84,7 @@ class Plan:
         self._reading_hosts: tuple[str, ...] = ()
         self._leg_hosts: tuple[str, ...] = ()
         self._roster = roster
-        self._reach = Reach(config, exporter, specs, places, hosts)
+        self.reach = Reach(config, exporter, specs, places, hosts)
         self._sharings: frozenset[Sharing] = frozenset()
         self._packing = Packing()
         self._free_bytes = free_bytes
@@ -96,15 +97,6 @@ class Plan:
         """True if a bucket is gathered from several trainer ranks."""
         return len(self._places) > 1
 
-    @property
-    def transport(self) -> TransportSpec:
-        """The best of the chosen transports; ``choose`` comes first."""
-        return self._reach.best
-
-    def transport_of(self, url: str) -> TransportSpec:
-        """The transport that reaches a target."""
-        return self._reach.of(url)
-
     def most_ranks(self, spec: TransportSpec) -> int:
         """The most engine ranks in a cell of a transport."""
         return most_ranks(spec, self._config.cell_ranks, self.cell_limit)
@@ -115,7 +107,7 @@ class Plan:
 
     def legs_to(self, link: Link) -> tuple[LegReport, ...]:
         """The way to each rank of a target that was chosen for, from each trainer rank; as ``TargetReport.legs``."""
-        spec, place = self.transport_of(link.url), self._reach.placement({link.url: link.info})
+        spec, place = self.reach.of(link.url), self.reach.placement({link.url: link.info})
         ranks, trainers = tuple(range(link.info.tp_size)), range(len(self._places))
         if spec.legs:
             return tuple(legs_of(place, link))
@@ -135,10 +127,6 @@ class Plan:
             trainers = place.ranks_on(link.info.host_id)
         return (LegReport(ranks=ranks, by=spec.primitive, trainers=tuple(trainers)),)
 
-    def label(self, links: Sequence[Link]) -> str:
-        """Names of the transports that reach these targets: ``"ipc"``, or ``"ipc+broadcast"`` for a mixed update."""
-        return self._reach.label(links)
-
     def choose(self) -> Choice:
         """Probes every target; chooses the transport and everything that it needs.
 
@@ -154,20 +142,8 @@ class Plan:
             check_first_version(healthy, self._config)
         return self._choose_for(healthy)
 
-    def leave_transport(self, url: str, error: WeightcastError) -> str | None:
-        """Leaves a target's transport, which failed for it, for the next best one; ``choose_again`` must follow.
-
-        The error came at connect or at a bucket.  Returns a remark for the report with the engine's words; None if the
-        target must fail.
-        """
-        return self._reach.leave(self.links.get(url), error)
-
-    def has_way_out(self, url: str, error: WeightcastError) -> bool:
-        """True if ``leave_transport`` would find another transport for a target."""
-        return self._reach.way_out(self.links.get(url), error) is not None
-
     def choose_again(self) -> Choice:
-        """As ``choose``, for the targets that were planned for, without the transports that failed; asks nothing.
+        """As ``choose``, for the targets that were planned for, without transports that failed; asks nothing.
 
         Raises:
             ConfigError: The transports that are left do not fit together.
@@ -180,9 +156,9 @@ class Plan:
             link.opens = slice(0, 0)
         links = [self.link(url, info) for url, info in healthy.items()]
         check_fits(links, self._specs)
-        placement = self._reach.placement(healthy)
-        chosen = self._reach.choose(links, placement)
-        spec = self.transport
+        placement = self.reach.placement(healthy)
+        chosen = self.reach.choose(links, placement)
+        spec = self.reach.best
         self.receivers = (0,)
         for one, urls in chosen.items():
             its = replace(placement, infos={url: healthy[url] for url in urls})
@@ -204,18 +180,18 @@ class Plan:
         opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
         for link in links:
             self._check(link)
-            if not self.transport_of(link.url).shares_memory:
+            if not self.reach.of(link.url).shares_memory:
                 continue
             first = opens[link.sharing]
             opens[link.sharing] += link.info.tp_size
             link.opens = slice(first, opens[link.sharing])
-        sharing = [link for link in links if self.transport_of(link.url).shares_memory]
+        sharing = [link for link in links if self.reach.of(link.url).shares_memory]
         ways = self._sharings = frozenset(link.sharing for link in sharing)
         bound = [
             host
             for link in sharing
             for host in placement.near_hosts(link.info)
-            if self.transport_of(link.url).by_rank or self.transport_of(link.url).reach != "anywhere"
+            if self.reach.of(link.url).by_rank or self.reach.of(link.url).reach != "anywhere"
         ]
         self._reading_hosts = tuple(dict.fromkeys(bound)) if placement.on_many_hosts else ()
         read = dict.fromkeys(host for link in links for host in link.reads if host)
@@ -226,7 +202,7 @@ class Plan:
         return Choice(
             bucket_bytes=self._bucket_bytes,
             zero_copy=self._zero_copy,
-            transport=self.label(links),
+            transport=self.reach.label(links),
             scattered=spec.scattered,
             exchanges=spec.exchanges,
             relays=spec.relays,
@@ -238,7 +214,7 @@ class Plan:
             ways=tuple(ways),
             opens=opens["torch"],
             ring_opens=opens["ring"],
-            cells=cells_of(links, self.transport_of, self.most_ranks),
+            cells=cells_of(links, self.reach.of, self.most_ranks),
             resumes=self._config.on_failure == "quarantine" and any(one.cells for one in chosen),
             served=max((info.version for info in healthy.values() if info.version is not None), default=None),
         )
@@ -297,8 +273,8 @@ class Plan:
         """Builds the transport of these links: one, or one for each group of targets."""
         in_flight = in_flight_to(links)
         parts = list[Transport]()
-        for spec in self._reach.of_each(links):
-            its = [link for link in links if self.transport_of(link.url) is spec]
+        for spec in self.reach.of_each(links):
+            its = [link for link in links if self.reach.of(link.url) is spec]
             parts.append(self._build_one(spec, its, in_flight))
         return parts[0] if len(parts) == 1 else MixedTransport(parts)
 
@@ -320,7 +296,7 @@ class Plan:
     def _gains_from_large_buckets(self, links: Sequence[Link]) -> bool:
         """True if every target maps buckets on a GPU with our receiver, and so takes no memory for them."""
         return self._exporter.device.type == "cuda" and all(
-            self.transport_of(link.url).large_buckets and link.adapter.sharing == "weightcast" for link in links
+            self.reach.of(link.url).large_buckets and link.adapter.sharing == "weightcast" for link in links
         )
 
     def _check(self, link: Link) -> None:
@@ -328,12 +304,12 @@ class Plan:
         check_pause(link, self._config.pause)
         warn_hazards(link)
         check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
-        spec = self.transport_of(link.url)
+        spec = self.reach.of(link.url)
         if spec.scattered:
             check_scattered(link, self._specs, self._config, self._exporter)
         link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
-        place = self._reach.placement({link.url: link.info})
+        place = self.reach.placement({link.url: link.info})
         reads = spec.shares_memory and not spec.scattered
         link.near = place.near_ranks(link.info) if reads else ()
         link.reads = place.reads_on(link.url) if spec.legs else ()
@@ -345,19 +321,19 @@ class Plan:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits([link], self._specs)
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
-        place = self._reach.placement({link.url: link.info})
+        place = self.reach.placement({link.url: link.info})
         near = place.near_hosts(link.info)
         planned = not self._reading_hosts or (bool(near) and set(near) <= set(self._reading_hosts))
         if self._leg_hosts:
             planned = set(place.reads_on(link.url)) <= set(self._leg_hosts)
-        self._reach.choose_late(link, planned=planned)
+        self.reach.choose_late(link, planned=planned)
         self._check(link)
 
     def _check_still_fits(self, link: Link) -> None:
         """Checks that buckets and handles were planned for an engine like this one."""
         check_pause(link, self._config.pause)
         opens = len(range(1 << 30)[link.opens])
-        sharing = self.transport_of(link.url).shares_memory
+        sharing = self.reach.of(link.url).shares_memory
         shares = sharing and link.sharing in ("torch", "ring")
         other = self._packing.also(link.adapter.packing) != self._packing
         other = other or (self._zero_copy and link.adapter.in_flight < 2)

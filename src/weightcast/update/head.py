@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 
-from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target, UpdateConfig
 from weightcast.digest.sent import Sent
@@ -75,7 +74,7 @@ class Head:
         self._exporter = exporter
         self._bytes = total_bytes(specs)
         self._roster = roster
-        self._sessions = Sessions(self._plan, roster, config)
+        self.sessions = Sessions(self._plan, roster, config)
         self._excluded: set[str] = set()
         self._attempts = 0
         self._outcomes: dict[str, Outcome] = {}
@@ -99,7 +98,7 @@ class Head:
         ``parts`` has what each trainer rank gives of each bucket, where engine ranks get shares; else it is empty.
         """
         links = [link for link in self._plan.links.values() if link.planned]
-        preparing = Preparation(links, plan.tables, self._config, self._plan.transport_of, parts)
+        preparing = Preparation(links, plan.tables, self._config, self._plan.reach.of, parts)
         self._verifier.prepare(plan, links)
         return preparing
 
@@ -110,7 +109,7 @@ class Head:
         that take part; None for all.
         """
         self._version = version
-        self._sessions.begin_update()
+        self.sessions.begin_update()
         for url in self._plan.urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
@@ -164,15 +163,15 @@ class Head:
     def begin_open(self, version: int, plan: SendPlan) -> None:
         """Probes every active target and asks for a session on it; ``open`` waits for the answers."""
         self._failure = None
-        self._sessions.begin()
+        self.sessions.begin()
         self._attempts += 1
         with self._phase("open"):
             try:
                 links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
                 for link in links:
-                    self._outcomes[link.url].transport = self._plan.transport_of(link.url).name
+                    self._outcomes[link.url].transport = self._plan.reach.of(link.url).name
                     self._outcomes[link.url].legs = self._plan.legs_to(link)
-                self._sessions.begin_open(links, version, plan.tables, self._verifier.check_opened, self._began)
+                self.sessions.begin_open(links, version, plan.tables, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 self._failure = error
 
@@ -182,19 +181,19 @@ class Head:
             try:
                 if self._failure is not None:
                     raise self._failure
-                self._sessions.open()
+                self.sessions.open()
             except WeightcastError as error:
                 return self._fail(error)
-        sums_buckets = self._verifier.open(plan, self._sessions.links)
+        sums_buckets = self._verifier.open(plan, self.sessions.links)
         return AttemptResult(
-            sums_buckets=sums_buckets, invited=self._sessions.invited, boxes=self._sessions.wanted_boxes()
+            sums_buckets=sums_buckets, invited=self.sessions.invited, boxes=self.sessions.wanted_boxes()
         )
 
     def meet(self, exchange: Exchange) -> None:
         """Joins the groups of all trainer ranks and engine ranks to which the others are ``invited``."""
         try:
             with self._phase("open"):
-                self._sessions.lost(exchange.use(self._sessions.connect()))
+                self.sessions.lost(exchange.use(self.sessions.connect()))
         except WeightcastError as error:
             self._failure = error
 
@@ -207,7 +206,7 @@ class Head:
 
         ``resent_bytes`` is what all ranks together have sent again in this attempt.
         """
-        self._sessions.exchanged_again = resent_bytes
+        self.sessions.exchanged_again = resent_bytes
         by_group: dict[str, list[str]] = {}
         for rank, failed in enumerate(failures):
             for name, text in failed.items():
@@ -215,19 +214,9 @@ class Head:
         if not by_group or self._failure is not None:
             return
         try:
-            self._sessions.lost({name: "; ".join(texts) for name, texts in by_group.items()})
+            self.sessions.lost({name: "; ".join(texts) for name, texts in by_group.items()})
         except WeightcastError as error:
             self._failure = error
-
-    @property
-    def invited(self) -> tuple[Invited, ...]:
-        """As ``Sessions.invited``."""
-        return self._sessions.invited
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """As ``Sessions.groups``."""
-        return self._sessions.groups
 
     @property
     def failed(self) -> bool:
@@ -239,11 +228,11 @@ class Head:
 
         None if they need none, and after a failure, which ``finish`` reports.  ``over`` is True after the last bucket.
         """
-        if self._failure is not None or not self._sessions.broken:
+        if self._failure is not None or not self.sessions.broken:
             return None
         try:
             with self._phase("open"):
-                mended = self._sessions.mend(self._find_in_cell, self._leave_out, over=over)
+                mended = self.sessions.mend(self._find_in_cell, self._leave_out, over=over)
         except WeightcastError as error:
             self._failure = error
             return None
@@ -265,7 +254,7 @@ class Head:
         named = {engine_of(failure): failure for failure in failures_of(error) if not only_its_group(failure)}
         found = {url: failure for url, failure in named.items() if url in urls}
         for url, failure in found.items():
-            if self._plan.has_way_out(url, failure):
+            if self._plan.reach.way_out(self._plan.links.get(url), failure) is not None:
                 raise failure
         if found:
             return found
@@ -285,7 +274,7 @@ class Head:
                 number=self._attempts,
                 session=short(message.session),
                 version=message.version,
-                targets=tuple(link.url for link in self._sessions.links),
+                targets=tuple(link.url for link in self.sessions.links),
                 at=time.monotonic(),
             )
         )
@@ -298,12 +287,12 @@ class Head:
         """Digests and sends a bucket; ``finish`` reports a failure."""
         try:
             with self._phase("pack", bucket.layout.index):
-                if bucket.layout.index < self._sessions.num_buckets:
+                if bucket.layout.index < self.sessions.num_buckets:
                     self._verifier.add_again(bucket)
                 else:
                     self._verifier.add(bucket)
             with self._phase("send", bucket.layout.index):
-                self._sessions.send(bucket, shared)
+                self.sessions.send(bucket, shared)
         except WeightcastError as error:
             self._failure = error
 
@@ -326,7 +315,7 @@ class Head:
             with self._phase("pack"):
                 sent = self._verifier.finish(sources, buckets)
             with self._phase("send"):
-                self._sessions.drain()
+                self.sessions.drain()
             resume_from = self.go_on(over=True)
             if resume_from is not None:
                 return AttemptResult(resume_from=resume_from)
@@ -336,28 +325,28 @@ class Head:
                 self._close_all(sent)
             with self._phase("commit"):
                 # No target switches before all targets have received everything and have proven it.
-                run_each(lambda link: self._commit_one(link, sent), self._sessions.links)
-                check_alike(self._sessions.links)
+                run_each(lambda link: self._commit_one(link, sent), self.sessions.links)
+                check_alike(self.sessions.links)
         except WeightcastError as error:
             return self._fail(error)
-        self._phases["load"] = max(link.load_s for link in self._sessions.links)
-        self._phases["verify"] = self._phases.get("verify", 0.0) + max(link.verify_s for link in self._sessions.links)
+        self._phases["load"] = max(link.load_s for link in self.sessions.links)
+        self._phases["verify"] = self._phases.get("verify", 0.0) + max(link.verify_s for link in self.sessions.links)
         wants_score = self._config.verify == "behaviour"
         if wants_score and hasattr(self._exporter, "logprobs"):
             return AttemptResult(score=True)
         if wants_score:
-            for link in self._sessions.links:
+            for link in self.sessions.links:
                 self._outcomes[link.url].add("this exporter has no forward pass, so behaviour could not be compared")
         return AttemptResult(report=self._report())
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> AttemptResult:
         """Compares log-probabilities with the engines'; ``why_not`` says why the trainer has none, else empty."""
         if why_not:
-            for link in self._sessions.links:
+            for link in self.sessions.links:
                 self._outcomes[link.url].add(why_not)
         else:
             compare = self._verifier.compare_scores
-            run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self._sessions.links)
+            run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self.sessions.links)
         bad = together(
             outcome.failed for outcome in self._outcomes.values() if isinstance(outcome.failed, VerificationFailed)
         )
@@ -375,7 +364,7 @@ class Head:
 
     def give_up(self, reason: str) -> None:
         """Ends every session, because the trainer or a target failed."""
-        self._sessions.abort(reason)
+        self.sessions.abort(reason)
 
     def release(self) -> None:
         """Makes every target unmap the trainer's memory."""
@@ -383,7 +372,7 @@ class Head:
 
     def close(self) -> None:
         """Closes the transport on both sides; safe to call twice."""
-        self._sessions.close()
+        self.sessions.close()
         for link in self._plan.links.values():
             for note in link.take_notes():  # no report comes after this
                 log.warning("%s: %s", link.url, note)
@@ -395,10 +384,10 @@ class Head:
         culprits = (
             {}
             if isinstance(error, WeightsChanged)
-            else _culprits(error, self._plan, self._sessions.links, self._outcomes)
+            else _culprits(error, self._plan, self.sessions.links, self._outcomes)
         )
-        active = [link.url for link in self._sessions.links]
-        nothing_committed = not any(link.committed for link in self._sessions.links)
+        active = [link.url for link in self.sessions.links]
+        nothing_committed = not any(link.committed for link in self.sessions.links)
         notes = self._leave_transports(culprits) if nothing_committed else {}
         failed = {url: failure for url, failure in culprits.items() if url not in notes}
         for url, failure in failed.items():
@@ -410,18 +399,18 @@ class Head:
         if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
             return AttemptResult(again=True)
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
-        untouched = not self._sessions.links and self._attempts <= 1
+        untouched = not self.sessions.links and self._attempts <= 1
         if untouched or isinstance(error, WeightsChanged):
             return AttemptResult(failure=self._late.explain(Failure.of(error)))
         return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
 
     def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
         """Returns a remark for each target whose transport gives way to another; none if the update must fail."""
-        if not self._sessions.transport_failed:
+        if not self.sessions.transport_failed:
             return {}
         notes = dict[str, str]()
         for url, failure in culprits.items():
-            note = self._plan.leave_transport(url, failure)
+            note = self._plan.reach.leave(self._plan.links.get(url), failure)
             if note is not None:
                 notes[url] = note
         return notes if self._config.on_failure == "quarantine" or len(notes) == len(culprits) else {}
@@ -441,7 +430,7 @@ class Head:
         words = ""
         if self._config.on_failure == "raise":
             words = switch_back(
-                self._sessions.links,
+                self.sessions.links,
                 self._outcomes,
                 version=self._version,
                 reason=str(error),
@@ -478,21 +467,21 @@ class Head:
         by_name = self._verifier.asks_by_name(sent)
 
         # A target that knew the number of buckets closed with the last one.
-        waiting = [link for link in self._sessions.links if by_name or link.closed is None]
-        run_each(lambda link: self._sessions.close_one(link, by_name=by_name), waiting)
+        waiting = [link for link in self.sessions.links if by_name or link.closed is None]
+        run_each(lambda link: self.sessions.close_one(link, by_name=by_name), waiting)
         self._verifier.compare_received(
             sent,
-            self._sessions.links,
+            self.sessions.links,
             self._outcomes,
             version=self._version,
-            close_by_name=lambda link: self._sessions.close_one(link, by_name=True),
+            close_by_name=lambda link: self.sessions.close_one(link, by_name=True),
         )
 
     async def _commit_one(self, link: Link, sent: Sent) -> None:
         outcome = self._outcomes[link.url]
 
         async def ask_again(lost: WeightcastError) -> Ack:
-            return await self._sessions.commit_again(link, outcome, lost)
+            return await self.sessions.commit_again(link, outcome, lost)
 
         await self._verifier.commit(link, outcome, sent, ask_again)
 
@@ -508,7 +497,7 @@ class Head:
             outcome.notes += link.take_notes() if link is not None else ()
         rows = tuple(outcome.row(url, now.get(url)) for url, outcome in self._outcomes.items())
         digest = self._verifier.digest
-        for link in self._sessions.links:
+        for link in self.sessions.links:
             if link.committed is not None:
                 link.digest = digest
         moved_on = any(row.status == "serving" for row in rows)
@@ -523,16 +512,16 @@ class Head:
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
             version=self._version,
-            transport=self._plan.label(self._sessions.links),
-            bytes=min(self._sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
-            buckets=self._sessions.num_buckets,
+            transport=self._plan.reach.label(self.sessions.links),
+            bytes=min(self.sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
+            buckets=self.sessions.num_buckets,
             seconds=time.monotonic() - self._started,
             phases=phases,
             peak_extra_bytes=0,
             digest=digest,
             targets=rows,
             unsummed=self._verifier.unsummed,
-            resent_bytes=self._sessions.resent_bytes,
+            resent_bytes=self.sessions.resent_bytes,
             changed_ratio=changed,
         )
 

@@ -355,7 +355,7 @@ class Sessions:
         return self._plan.cell_limit, *(
             (link.url, link.info.incarnation, spec.name, spec.primitive, link.near, link.reads)
             for link in self.links
-            if (spec := self._plan.transport_of(link.url))
+            if (spec := self._plan.reach.of(link.url))
         )
 
     @property

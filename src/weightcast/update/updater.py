@@ -202,50 +202,32 @@ class WeightUpdater:
             cell_ranks=cell_ranks,
         )
         with gc_paused(), Connecting() as connecting:
-            return cls._connect(
-                model, targets, config, progress, on_event, connecting, alone=alone, adapter=adapter, draft=draft
-            )
-
-    @classmethod
-    def _connect(
-        cls,
-        model: Model,
-        targets: Targets,
-        config: UpdateConfig,
-        progress: Progress | None,
-        on_event: Listeners,
-        connecting: Connecting,
-        *,
-        alone: bool,
-        adapter: str | None,
-        draft: Model | None,
-    ) -> Self:
-        known = targets_of(targets)
-        request = None
-        if adapter is not None and draft is not None:
-            raise ConfigError("an adapter has no draft", hint="give connect adapter= or draft=")
-        if adapter is not None:
-            exporter, release, request = adapter_of(model, adapter, config.wire_dtype)
-        else:
-            exporter, release = exporter_of(model, config.wire_dtype)
-            if draft is not None:
-                exporter, release = with_draft(exporter, release, draft, config.wire_dtype)
-        try:
-            updater = cls(
-                exporter,
-                known,
-                config,
-                progress,
-                listeners_of(on_event),
-                alone=alone,
-                adapter=request,
-                connecting=connecting,
-            )
-        except BaseException:
-            release()
-            raise
-        updater._release = release
-        return updater
+            known = targets_of(targets)
+            request = None
+            if adapter is not None and draft is not None:
+                raise ConfigError("an adapter has no draft", hint="give connect adapter= or draft=")
+            if adapter is not None:
+                exporter, release, request = adapter_of(model, adapter, config.wire_dtype)
+            else:
+                exporter, release = exporter_of(model, config.wire_dtype)
+                if draft is not None:
+                    exporter, release = with_draft(exporter, release, draft, config.wire_dtype)
+            try:
+                updater = cls(
+                    exporter,
+                    known,
+                    config,
+                    progress,
+                    listeners_of(on_event),
+                    alone=alone,
+                    adapter=request,
+                    connecting=connecting,
+                )
+            except BaseException:
+                release()
+                raise
+            updater._release = release
+            return updater
 
     @property
     def transport(self) -> str:

@@ -72,7 +72,7 @@ class Verifier:
     def prepare(self, plan: SendPlan, links: Sequence[Link]) -> None:
         """Works out what checking updates by this plan takes."""
         device, kept = self._exporter.device, [link.info.specs for link in links]
-        if not self._plan.transport.scattered and checks_finite(self._config, device):
+        if not self._plan.reach.best.scattered and checks_finite(self._config, device):
             for number, layout in enumerate(plan.tables.layouts):
                 plan.finite.prepare(layout, plan.lent[number] if plan.lent else ())
         if self._config.verify == "none":
@@ -107,7 +107,7 @@ class Verifier:
         Raises:
             NotFinite: Weights in it are NaN or infinite.
         """
-        if not self._plan.transport.scattered and checks_finite(self._config, bucket.data.device):
+        if not self._plan.reach.best.scattered and checks_finite(self._config, bucket.data.device):
             self._finite.check(bucket)
         if self._config.verify != "none":
             self._digests.add(bucket)
@@ -160,7 +160,7 @@ class Verifier:
         for link in asked:
             ack = link.closed
             assert ack is not None
-            if arrived(link, ack, sent, kept_only=self._plan.transport.scattered):
+            if arrived(link, ack, sent, kept_only=self._plan.reach.best.scattered):
                 outcomes[link.url].received(ack, sent)
             else:
                 wrong.append(link)
@@ -186,11 +186,11 @@ class Verifier:
             ack = link.closed
             assert ack is not None
             acks.append(ack)
-            gathers = self._plan.gathers and not self._plan.transport.scattered
+            gathers = self._plan.gathers and not self._plan.reach.best.scattered
             differing.append(received_otherwise(link, ack, sent, gathers=gathers))
         if differing:
             names = differing[0].names
-            scattered = self._plan.transport.scattered  # then no buffer has whole tensors
+            scattered = self._plan.reach.best.scattered  # then no buffer has whole tensors
             lying = [] if scattered else self._digests.lying_otherwise(names, self._sources)
             if lying:
                 return [gathered_otherwise(lying, "the bucket of trainer rank 0")]
