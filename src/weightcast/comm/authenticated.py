@@ -57,11 +57,7 @@ class Secret:
     """A secret that several processes share.  It is never printed."""
 
     def __init__(self, value: bytes, *, origin: str) -> None:
-        """Checks the length; ``origin`` names the variable or file that it comes from, for errors.
-
-        Raises:
-            ConfigError: It is too short.
-        """
+        """Raises ConfigError if it is too short; ``origin`` names the variable or file that it comes from."""
         if len(value) < LEAST_SECRET_BYTES:
             raise ConfigError(
                 f"the secret in {origin} has {len(value)} bytes, and at least {LEAST_SECRET_BYTES} are needed",
@@ -106,12 +102,7 @@ class AuthenticatedConnection:
         return self._socket.fileno()
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends one message.
-
-        Raises:
-            ValueError: It is larger than ``MOST_MESSAGE_BYTES``.
-            OSError: The connection is gone, or the other end takes nothing; the connection has ended.
-        """
+        """Sends one message of at most ``MOST_MESSAGE_BYTES``; after an OSError the connection has ended."""
         if len(data) > MOST_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(data)} bytes is larger than {MOST_MESSAGE_BYTES}")
         with self._send_lock:
@@ -191,14 +182,9 @@ class Gate:
     """Listens at one address, and lets in the peers that prove themselves; drops the others."""
 
     def __init__(self, host: str, secret: Secret, *, context: bytes, timeout_s: float) -> None:
-        """Listens on a free port.
+        """Listens on a free port; ConfigError if the address does not belong to this host.
 
-        Args:
-            context: Bytes that both ends know, so that a proof counts for nothing else.
-            timeout_s: Deadline of one peer's proof, in seconds.
-
-        Raises:
-            ConfigError: The address does not belong to this host.
+        Both ends know ``context``, so that a proof counts for nothing else; ``timeout_s`` limits one peer's proof.
         """
         self.host = host
         self._secret, self._context, self._timeout_s = secret, context, timeout_s
@@ -292,12 +278,9 @@ class Gate:
 def dial(
     host: str, port: int, secret: Secret, *, number: int, context: bytes, timeout_s: float
 ) -> AuthenticatedConnection:
-    """Connects to a ``Gate`` and proves itself.
+    """Connects to a ``Gate`` and proves itself; ``timeout_s`` limits connection and proofs together.
 
-    Args:
-        number: Number by which the listener knows this end, such as a rank.
-        context: As for ``Gate``.
-        timeout_s: Deadline of connection and proofs together, in seconds.
+    The listener knows this end by ``number``, such as a rank; ``context`` is as for ``Gate``.
 
     Raises:
         NotAuthenticated: The two ends have different secrets, or the other end is no gate.

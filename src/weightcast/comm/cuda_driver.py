@@ -37,8 +37,7 @@ _get_attribute = driver_call("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_
 def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
     """Returns the handle of the allocation that holds ``pointer``, and the pointer's offset in it, in bytes.
 
-    Raises:
-        ConfigError: The allocation cannot be shared, for example because it is part of an expandable segment.
+    It raises ConfigError if that cannot be shared, for example because it is part of an expandable segment.
     """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     handle = _Handle()
@@ -55,11 +54,7 @@ def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
 
 
 def allocation_of(pointer: int, device: torch.device) -> tuple[int, int, int]:
-    """Returns address, size and id of the allocation that holds ``pointer``; no other allocation ever has that id.
-
-    Raises:
-        DriverError: No allocation holds it.
-    """
+    """Address, size and id, which no other has, of the allocation that holds ``pointer``; DriverError if none does."""
     base, size, name = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
     with current(device):
         _get_range(ctypes.byref(base), ctypes.byref(size), pointer)
@@ -81,8 +76,7 @@ def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
 def open_memory(handle: bytes, device: torch.device) -> int:
     """Maps another process's allocation, on any device, for the kernels of ``device``; returns its address here.
 
-    Raises:
-        DriverError: The handle is malformed, the owner is gone, or the devices cannot reach each other.
+    It raises DriverError if the handle is malformed, its owner gone, or its device out of reach.
     """
     if len(handle) != _HANDLE_BYTES:
         raise DriverError(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
@@ -109,10 +103,7 @@ def open_event(handle: bytes, device: torch.device) -> Any:
 def as_tensor(pointer: int, size_bytes: int, device: torch.device, owner: torch.device) -> torch.Tensor:
     """Views mapped memory as a flat uint8 tensor.  The caller must keep it mapped.
 
-    ``device`` is the one that it was mapped for, and ``owner`` the one where it is said to be.
-
-    Raises:
-        DriverError: The memory lies on another device.
+    It was mapped for ``device``, and is said to be on ``owner``; DriverError if it lies on another one.
     """
     ordinal = ctypes.c_int()
     with current(device):

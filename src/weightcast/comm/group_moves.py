@@ -24,11 +24,9 @@ _HANG_UP_TAG = NUM_TAGS + 1
 
 
 class Relay(msgspec.Struct, frozen=True, array_like=True):
-    """Place of an engine rank in its chain, by ranks of the group.  Rank 0 is a trainer rank's, and stands for none.
+    """Place of an engine rank in its chain: the ranks that pass pieces on to it, and that it passes them on to.
 
-    Attributes:
-        upstream: The rank that passes pieces on to this one; 0 if it gets them from the trainer ranks.
-        downstream: The rank that this one passes pieces on to; 0 if it is the last.
+    These are ranks of the group.  Rank 0 is a trainer rank's, and stands for none.
     """
 
     upstream: int = 0
@@ -36,12 +34,7 @@ class Relay(msgspec.Struct, frozen=True, array_like=True):
 
 
 def chains(wanted: Sequence[bytes], first_rank: int) -> list[Relay]:
-    """Returns the place of each engine rank.
-
-    Args:
-        wanted: The boxes that each engine rank wants (``encode_wanted``), in order of rank.
-        first_rank: Group rank of the first engine rank; at least 1.
-    """
+    """Returns the place of each engine rank, given ``encode_wanted`` of each; ``first_rank`` is that of the first."""
     last: dict[bytes, int] = {}
     upstream = [0] * len(wanted)
     downstream = [0] * len(wanted)

@@ -54,15 +54,10 @@ class Client:
         max_connections: int = _MAX_CONNECTIONS,
         limit: ConnectionLimit | None = None,
     ) -> None:
-        """Makes the client without sending anything.
+        """Makes the client without sending anything; ConfigError for a bad certificate file or host name.
 
-        Args:
-            timeout_s: Deadline of each request that sets none, in seconds.
-            max_connections: Requests that may be under way at the same time.
-            limit: Limit of the connections of several clients together; None for one of its own.
-
-        Raises:
-            ConfigError: A certificate file cannot be used, or the host name is not valid.
+        ``timeout_s`` is for requests that set none, and ``max_connections`` limits those under way at the same time.
+        ``limit`` holds for several clients together.
         """
         headers = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "weightcast"}
         if target.api_key is not None:
@@ -97,10 +92,8 @@ class Client:
     def post_json(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> bytes:
         """Posts JSON bytes and returns the body of the answer.
 
-        Args:
-            path: Route, relative to the path of the target's URL.
-            timeout_s: One deadline for name resolution, connecting, sending and the whole answer, in seconds.  None
-                takes the client's own.
+        ``timeout_s`` is one deadline for name resolution, connecting, sending and the whole answer; None takes the
+        client's.
 
         Raises:
             TargetUnreachable: Nothing listens there, the name does not resolve, or one end does not trust the other.
@@ -111,10 +104,7 @@ class Client:
         return event_loop.run(self.post(path, body, timeout_s=timeout_s))
 
     def open_lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
-        """Posts JSON bytes and returns the first frame of the answer and the lease on its stream.
-
-        Closing the lease tells the engine that the caller is gone.
-        """
+        """Posts JSON bytes; returns the answer's first frame and the lease on its stream, which the caller closes."""
         return event_loop.run(self.lease(path, body, timeout_s=timeout_s))
 
     async def get(self, path: str, *, timeout_s: float | Deadline | None = None) -> bytes:

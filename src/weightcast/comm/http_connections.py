@@ -206,11 +206,9 @@ class Connection:
 
 
 async def connect(host: str, port: int, trust: ssl.SSLContext | None, deadline: Deadline) -> Connection:
-    """Opens a connection to the first address of a host that accepts one, and starts TLS if there is ``trust``.
+    """Connects to the first address of a host that accepts it, and starts TLS if there is ``trust``.
 
-    Raises:
-        TimeoutError: No address has accepted one in time.
-        OSError: The host does not exist, every address refuses, or TLS failed.
+    It raises TimeoutError if none has in time, and OSError if all refuse, there is no such host or TLS failed.
     """
     addresses = await resolve(host, port, deadline)
     trouble: OSError = OSError(f"{host} has no address")
@@ -266,12 +264,7 @@ def _is_readable(end: socket.socket) -> bool:
 
 
 async def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
-    """Returns the addresses of a host, in the order in which to try them.
-
-    Raises:
-        TimeoutError: The resolver did not answer in time.
-        OSError: The host does not exist.
-    """
+    """The addresses of a host, in the order in which to try them; TimeoutError or OSError if there are none."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

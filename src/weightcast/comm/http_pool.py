@@ -73,10 +73,8 @@ class Pool:
     async def take(self, deadline: Deadline, *, connect_s: float, at_once: bool = False) -> Connection:
         """Returns a connection that carries no request.  The caller gives it back or discards it.
 
-        Args:
-            deadline: Limit of the wait for room.
-            connect_s: Limit of name resolution, connecting and TLS together, in seconds.
-            at_once: True for a request that must not wait for the answers of other engines.
+        ``deadline`` limits the wait for room, and ``connect_s`` name resolution, connecting and TLS.  With ``at_once``,
+        the request must not wait for the answers of other engines.
 
         Raises:
             CannotConnect: No connection could be opened; the cause says why.
@@ -191,12 +189,9 @@ class ConnectionLimit:
         self._waiting = _Queue()
 
     async def enter(self, deadline: Deadline, *, at_once: bool) -> None:
-        """Waits until one more connection may be opened, and counts it.
+        """Waits until one more connection may be opened, and counts it; NoRoom if that is not until the deadline.
 
         ``at_once`` is True for a request that must not wait for the answers to others.
-
-        Raises:
-            NoRoom: All connections have been busy until the deadline.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first one, or a forked process, which has none of its parent's connections
@@ -220,10 +215,7 @@ class ConnectionLimit:
         self._wake()
 
     def rest(self, connection: Connection, close: Callable[[Connection], None]) -> None:
-        """Notes that a connection is idle, and closes it if another request waits for room or the limit is passed.
-
-        ``close`` closes it, which ends in ``leave``.
-        """
+        """Notes an idle connection; ``close``, which ends in ``leave``, closes it if room is wanted."""
         self._idle[connection] = close
         while (self._waiting or self.count > self.most) and self._close_oldest():
             pass

@@ -98,13 +98,10 @@ class SharedBuffer:
             )
 
     def handle(self) -> MemoryHandle:
-        """Returns a handle to the current contents.
+        """Returns a handle to the current contents; ConfigError if it cannot be shared (expandable segments).
 
         On a GPU the handle's event marks this point of the current stream.  A reader that waits for it sees every write
         that was enqueued before this call.
-
-        Raises:
-            ConfigError: The memory cannot be shared (PyTorch's expandable segments).
         """
         if self._handle is None:
             self._event = torch.cuda.Event(interprocess=True)
@@ -152,13 +149,10 @@ class Mapping:
     data: torch.Tensor
 
     def __init__(self, handle: MemoryHandle, reader: torch.device | None = None) -> None:
-        """Maps the buffer.
+        """Maps the buffer; MappingFailed if its owner is gone or elsewhere, or the handle is wrong.
 
         ``reader`` is the GPU whose kernels read it, None the owner's.  It takes ``data`` for its own memory where it
         reaches the owner's.
-
-        Raises:
-            MappingFailed: The owner is gone, runs as another user or on another host, or the handle is wrong.
         """
         self._event: Any = None  # torch types an imported event as its base class
         self._map: mmap.mmap | None = None
@@ -178,11 +172,7 @@ class Mapping:
         return self._owner != self._device
 
     def wait(self) -> None:
-        """Makes the current stream wait until the sender has filled the buffer; returns at once.
-
-        Raises:
-            MappingFailed: The owner has released the buffer and will not fill it again.
-        """
+        """Makes the current stream wait until the buffer is filled; MappingFailed if its owner has released it."""
         if self._map is not None:
             handle = self._handle
             try:

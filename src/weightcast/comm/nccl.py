@@ -36,11 +36,9 @@ _OLDEST = 22300  # NCCL 2.23: nccl4py initialises communicators with ncclCommIni
 
 
 def new_unique_id() -> bytes:
-    """Returns a new id of ``UNIQUE_ID_BYTES``.  This process listens for the others from now on.
+    """Returns a new id of ``UNIQUE_ID_BYTES``; this process listens for the others from now on.
 
-    Raises:
-        ConfigError: The binding, or an NCCL that it can use, is missing.
-        GroupFailed: NCCL cannot listen.
+    It raises ConfigError without the binding or an NCCL that it can use, and GroupFailed if NCCL cannot listen.
     """
     nccl, nccl_error = nccl_binding()
     try:
@@ -71,10 +69,7 @@ class CudaLane:
 
 
 class NcclGroup:
-    """One member's end, with the methods of ``comm.update_group.UpdateGroup``.
-
-    One thread at a time calls ``broadcast``; any thread may call ``abort``.
-    """
+    """One member's end, with the methods of ``UpdateGroup``; any thread may call ``abort``, one at a time the rest."""
 
     def __init__(
         self,
@@ -89,15 +84,7 @@ class NcclGroup:
     ) -> None:
         """Meets the other members.  Returns when all are there and have summed one number.
 
-        Args:
-            unique_id: Id from ``new_unique_id``, the same for all members.
-            timeout_s: Deadline of the rendezvous, in seconds.
-            cancelled: Event by which another thread cancels the rendezvous.
-
-        Raises:
-            ConfigError: As ``new_unique_id``.
-            DeadlineExceeded: A member did not come in time.
-            GroupFailed: NCCL failed, or the rendezvous was cancelled.
+        ``unique_id`` is from ``new_unique_id``.  The other arguments and the errors are those of ``UpdateGroup``.
         """
         self.name = name
         self.rank = rank
@@ -135,13 +122,7 @@ class NcclGroup:
         return not self._why
 
     def start_broadcast(self, data: torch.Tensor) -> torch.Tensor:
-        """Enters the broadcast of flat uint8 ``data`` from rank 0 and returns the handle for ``finish``.
-
-        The contents of ``data`` must be written already: the broadcast waits for no other stream.
-
-        Raises:
-            GroupFailed: NCCL did not take it, or the group was aborted.
-        """
+        """As ``UpdateGroup.start_broadcast``; ``data`` must be written already, since no other stream is waited for."""
         what = f"a broadcast of {data.numel()} bytes"
         self._enter(lambda: self._communicator.broadcast(data, data, 0, stream=self._lane.pointer), what)
         return data
@@ -149,12 +130,7 @@ class NcclGroup:
     def finish(
         self, work: torch.Tensor, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None
     ) -> None:
-        """Waits for a broadcast.  After it, ``work``, which is its data, is complete on this rank.
-
-        Raises:
-            DeadlineExceeded: The deadline passed; the group is unusable now.
-            GroupFailed: A peer died or the group was aborted.
-        """
+        """As ``UpdateGroup.finish``; ``work`` is the data."""
         self._finish(time.monotonic() + timeout_s, timeout_s, what, poll)
 
     def broadcast(self, data: torch.Tensor, *, what: str, timeout_s: float) -> None:
@@ -248,8 +224,7 @@ class NcclGroup:
 def nccl_binding() -> tuple[Any, type[Exception]]:
     """Imports ``nccl4py``, which takes over a second; returns its API, and the class of its errors for result codes.
 
-    Raises:
-        ConfigError: The package or a dependency is not installed, or NCCL is missing or too old.
+    It raises ConfigError if a package is not installed, or NCCL is missing or too old.
     """
     try:
         import nccl.core

@@ -46,10 +46,7 @@ class OwnedFolder:
 
 
 def remove_abandoned(root: Path, name: re.Pattern[str]) -> None:
-    """Removes the folders of this user's processes that were killed on this host.
-
-    They are in ``root``, and ``name`` matches their whole names.
-    """
+    """Removes the folders in ``root``, of names like ``name``, of this user's processes killed on this host."""
     for folder in root.iterdir():
         with suppress(OSError):
             if name.fullmatch(folder.name) and folder.lstat().st_uid == os.geteuid() and _is_abandoned(folder):

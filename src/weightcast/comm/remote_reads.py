@@ -40,10 +40,8 @@ class RemoteReadFailed(WeightcastError):
 class Pull:
     """Bytes that are read from one process.
 
-    Attributes:
-        key: Names the read, so that it is prepared once and repeated afterwards.
-        runs: First byte in the reader's memory, and the runs in the buffer that follow each other there.  The same
-            object stands for the same runs.
+    A read is prepared once for its ``key``.  ``runs`` has the first byte in the reader's memory, and the runs in the
+    buffer that follow each other there; the same object stands for the same runs.
     """
 
     key: Hashable
@@ -69,15 +67,10 @@ class RemoteReader:
     def read(
         self, pulls: Sequence[Pull], size_bytes: int, *, what: str, timeout_s: float, interrupted: Callable[[], bool]
     ) -> torch.Tensor:
-        """Reads all bytes; returns them as flat uint8, valid until the next read.
+        """Reads ``size_bytes`` bytes, gaps included; returns them as flat uint8, valid until the next read.
 
-        Args:
-            pulls: The reads, at most one for each key.
-            size_bytes: Size of all bytes, with gaps between them.
-
-        Raises:
-            Refused: The read was interrupted.
-            RemoteReadFailed: NIXL is missing or failed, the owner cannot be reached, or the deadline has passed.
+        There is at most one pull for each key.  It raises Refused if it was interrupted, and RemoteReadFailed if NIXL
+        is missing or failed, the owner cannot be reached, or the deadline has passed.
         """
         session = self._session = self._session or _Session()
         task = _Task()

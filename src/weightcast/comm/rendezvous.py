@@ -31,14 +31,9 @@ class Rendezvous:
     """The key-value store at which the members of a group meet; the head serves it."""
 
     def __init__(self, *, host: str, timeout_s: float) -> None:
-        """Listens on a free port of this address; a name listens on all interfaces.
+        """Listens on a free port of an address under which engines reach this process; a name listens on all.
 
-        Args:
-            host: Address, or name, under which engines can reach this process.
-            timeout_s: Deadline of each operation on the store, in seconds.
-
-        Raises:
-            GroupFailed: The address does not belong to this host.
+        ``timeout_s`` limits each operation on the store.  It raises GroupFailed if the address is not this host's.
         """
         self.host = host
         self._timeout = timedelta(seconds=timeout_s)
@@ -68,23 +63,16 @@ class Rendezvous:
         return self._store
 
     def visit(self) -> dist.TCPStore:
-        """Opens a connection to the store.  ``close`` ends every wait on it, also those inside torch.
-
-        Raises:
-            RuntimeError: The rendezvous was closed.
-        """
+        """Opens a connection to the store, on which ``close`` ends every wait; RuntimeError if it was closed."""
         try:
             return connect_to_store(self.host, self.port, self._timeout.total_seconds())
         except OSError as error:
             raise RuntimeError(f"the rendezvous at {self.host}:{self.port} was closed: {error}") from error
 
     def absent(self, token: str, world_size: int) -> list[int]:
-        """Returns the ranks, other than the head, that have not come to the rendezvous with this token.
+        """The ranks, but the head, that have not come with this token; GroupFailed if the store does not answer.
 
         It opens a connection of its own, because a thread inside torch may hold the other.
-
-        Raises:
-            GroupFailed: The store does not answer.
         """
         try:
             place = with_token(self.visit(), token)
@@ -98,13 +86,11 @@ class Rendezvous:
 
 
 def connect_to_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connects to a store.  Torch would retry a refused connection for the whole timeout.
+    """Connects to a store; raises OSError, RuntimeError or ValueError without an answer in time.
 
-    So a plain connection is tried first.  The head may close its store right after that, because of another engine:
-    torch gets short tries, and before each of them the plain connection must succeed again.
-
-    Raises:
-        OSError, RuntimeError, ValueError: Nothing listens, or the store does not answer in time.
+    Torch would retry a refused connection for the whole timeout, so a plain one is tried first.  The head may close its
+    store right after that, because of another engine: torch gets short tries, and before each of them the plain
+    connection must succeed again.
     """
     deadline = time.monotonic() + timeout_s
     try_s = _FIRST_TRY_S

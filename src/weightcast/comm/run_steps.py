@@ -50,14 +50,8 @@ async def converse_on_loop(
     """Sends every request of a step, in order, and returns the step's result.  It is for the event loop.
 
     A refusal (a status of 400 or more) is raised inside the generator, at its ``yield``.  So is a passed deadline of
-    the request's own.  Every other error ends the step.
-
-    Args:
-        timeout_s: Deadline of the whole step; a number counts in seconds from now.
-        send: Function that sends one request; None for plain requests and answers.
-
-    Raises:
-        TargetUnreachable, TargetLost, TargetRejected, DeadlineExceeded: As ``Client.post_json``.
+    the request's own.  Every other error ends the step: those of ``Client.post_json``.  ``timeout_s`` limits the whole
+    step.  ``send`` sends one request; None for plain requests and answers.
     """
     requests = _requests(client.target.url, steps, timeout_s)
     try:

@@ -161,15 +161,11 @@ class SharedSlot:
         arena: Arena | None = None,
         index: int = 0,
     ) -> None:
-        """Allocates the buffer.
+        """Allocates the buffer; ConfigError if there is too little memory, or it cannot be shared.
 
-        Args:
-            ways: Any of ``weightcast``, ``torch`` and ``ring``; or ``remote`` alone; empty for a buffer that no process
-                opens.  Each way beyond the first costs a second buffer and a copy, except ``torch`` on a GPU.
-            index: Number of the buffer in ``ring`` or ``arena``, of which it is then a part.
-
-        Raises:
-            ConfigError: There is not enough memory, or the memory cannot be shared.
+        ``ways`` are any of ``weightcast``, ``torch`` and ``ring``; or ``remote`` alone; empty for a buffer that no
+        process opens.  Each beyond the first costs a second buffer and a copy, except ``torch`` on a GPU.  ``index`` is
+        the buffer's number in ``ring`` or ``arena``.
         """
         self._device = device
         self._ring = ring

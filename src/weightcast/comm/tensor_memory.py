@@ -27,11 +27,7 @@ class TensorMemory:
         self._known: dict[_Allocation, MemoryHandle] = {}
 
     def locate(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        """Returns the number of each tensor's allocation, and its first byte there.
-
-        Raises:
-            ConfigError: A tensor's memory cannot be shared; the text says which.
-        """
+        """Number of each tensor's allocation, and first byte there; ConfigError for one that cannot be shared."""
         self.handles, self._allocations, self._devices = [], [], []
         addresses: list[int] = []  # ascending, with the number of the allocation that begins there
         numbers: list[int] = []

@@ -20,10 +20,9 @@ _NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
 
 
 def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
-    """Makes a context that checks the server's certificate and host name and shows a client certificate if asked.
+    """A context that checks the server's certificate and host name and shows a client certificate if asked.
 
-    Raises:
-        ConfigError: A file cannot be read, holds no certificate, or key and certificate do not belong together.
+    It raises ConfigError if a file is unreadable, holds no certificate, or key and certificate do not match.
     """
     try:
         context = ssl.create_default_context(cafile=ca_file)
@@ -35,10 +34,7 @@ def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str 
 
 
 def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str | None) -> ssl.SSLContext:
-    """Makes a context that shows a certificate, and with a client CA requires one of every client.
-
-    It raises as ``client_context``.
-    """
+    """A context that shows a certificate, and with a client CA requires one; raises as ``client_context``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _show(context, "certificate", cert_file, key_file)

@@ -42,12 +42,7 @@ def publish(store: dist.Store, world_size: int) -> None:
 
 
 def read(store: dist.Store, ranks: Iterable[int]) -> Sequence[bytes]:
-    """The words of these members, in order; equal words are one object.
-
-    Raises:
-        RuntimeError: The store is gone.
-        ValueError: A text is not what its name says.
-    """
+    """The words of these members, in order; equal ones are one object.  ValueError if the store has others."""
     told = _list.decode(bytes(store.get(_LIST)))
     numbers = [told.numbers[rank] for rank in ranks]
     texts = {number: _read(store, told.names[number]) for number in dict.fromkeys(numbers)}

@@ -12,13 +12,10 @@ _ANY_DEVICE = integer(0)
 
 
 def reduced_storage(memory: TorchMemory, dtype: str) -> bytes:
-    """Pickles a whole storage as one flat tensor.  The reader replaces the seventh argument by its own device.
+    """Pickles a whole storage as one flat tensor of a dtype in ``DTYPES``.
 
-    A segment of host memory takes the same places; only the reference engine reads that.
-
-    Args:
-        memory: Storage to pickle.
-        dtype: Name in ``DTYPES``, the type of the tensor's elements.
+    The reader replaces the seventh argument by its own device.  A segment of host memory takes the same places; only
+    the reference engine reads that.
     """
     numel = memory.size_bytes // DTYPES[dtype].itemsize
     return sequence([REBUILD, sequence(rebuild_arguments(memory, numel=numel, dtype=dtype))])
@@ -27,12 +24,9 @@ def reduced_storage(memory: TorchMemory, dtype: str) -> bytes:
 def rebuild_arguments(
     memory: TorchMemory, *, numel: int, first: int = 0, dtype: str = "uint8", device: bytes = _ANY_DEVICE
 ) -> list[bytes]:
-    """Arguments of ``rebuild_cuda_tensor`` for a flat tensor.
+    """Arguments of ``rebuild_cuda_tensor`` for ``numel`` elements from ``first`` on.
 
-    Args:
-        numel: Number of its elements.
-        first: Its first element in the storage.
-        device: The device, pickled; the default is for readers that replace it.
+    ``device`` is pickled; the default is for readers that replace it.
     """
     return [
         pickle_writer.name("torch", "Tensor"),

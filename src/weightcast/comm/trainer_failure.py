@@ -54,22 +54,14 @@ class Verdict:
 
 
 class FailureNotes:
-    """The notes of one group of ranks, in the job's key-value store.
-
-    ``prefix`` begins the keys; it is the same on every rank and never used twice.
-    """
+    """The notes of one group of ranks; ``prefix`` begins their keys, the same on every rank and never used twice."""
 
     def __init__(self, store: dist.Store, *, prefix: str, rank: int) -> None:
         self._store = dist.PrefixStore(prefix, store)
         self._rank = rank
 
     def verdict(self, suspects: Sequence[int], *, reason: str, patience_s: float) -> Verdict:
-        """Leaves this rank's note and follows the notes of others to the culprit.
-
-        Args:
-            reason: This rank's reason to give up, for the error on the other ranks.
-            patience_s: Deadline for notes, and for the store's answers, in seconds.
-        """
+        """Leaves this rank's note, with its ``reason``, and follows the notes of others to the culprit."""
         found: list[Verdict] = []
         # The process that holds the store may have died, and we cannot set the store's own deadline.  So a thread
         # asks it and may be left behind.
@@ -129,10 +121,7 @@ class FailureState:
         self.lost = False
 
     def reset(self, notes: FailureNotes | None, hang_up: Callable[[], None]) -> None:
-        """Forgets a failure.  ``notes`` are those of the new group, None in a group of one rank.
-
-        ``hang_up`` ends every wait of this process and of its peers.
-        """
+        """Forgets a failure.  A group of one rank has no ``notes``; ``hang_up`` ends waits here and at peers."""
         self._notes, self._hang_up = notes, hang_up
         self.reason, self.lost = None, False
 
@@ -142,10 +131,7 @@ class FailureState:
             raise TrainerRankFailed(self.reason)
 
     def give_up(self, reason: str, *, tell: bool) -> None:
-        """Fails for a reason of this rank; does nothing after an earlier failure.
-
-        With ``tell`` it leaves a note and ends the waits of the other ranks.
-        """
+        """Fails for this rank's own reason, unless it has failed; ``tell`` ends the waits of other ranks too."""
         if self.reason is not None:
             return
         self.reason = f"{name_ranks([self._rank], self.hosts)} gave up: {reason}"
@@ -195,11 +181,8 @@ def _blame(verdict: Verdict, suspects: Sequence[int], how: str, hosts: Sequence[
 def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> tuple[str, tuple[int, ...]]:
     """Waits until every rank has called this function.  All ranks may try again after a failure.
 
-    Returns:
-        A new prefix for keys, the same on every rank, and the ranks that did not come in time, in order.
-
-    Raises:
-        TrainerRankFailed: The store did not answer in time, or is lost.
+    It returns a new prefix for keys, the same on every rank, and the ranks that did not come in time, in order.  It
+    raises TrainerRankFailed if the store does not answer in time, or is lost.
     """
     answered, gave_up = threading.Event(), threading.Event()
 

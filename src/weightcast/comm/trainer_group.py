@@ -81,13 +81,9 @@ class TrainerGroup:
 
     @classmethod
     def connect(cls, device: torch.device, *, timeout_s: float) -> TrainerGroup:
-        """Meets the other trainer ranks.  Collective over all ranks of ``torch.distributed``, if it is initialised.
+        """Meets the other trainer ranks, those of ``torch.distributed`` if it is initialised.  Collective.
 
-        Args:
-            timeout_s: Deadline of this and of every later call, in seconds.
-
-        Raises:
-            TrainerRankFailed: A rank did not come; the message names it.
+        ``timeout_s`` is the deadline of this and every later call.  TrainerRankFailed names a rank that did not come.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(device=device, timeout_s=timeout_s)
@@ -96,13 +92,10 @@ class TrainerGroup:
         return group
 
     def renew(self, *, timeout_s: float | None = None) -> None:
-        """Meets the other ranks again after a failure and keeps ``receivers``.  Collective over all ranks of the job.
+        """Meets the other ranks again after a failure and keeps ``receivers``.  Collective.
 
-        Args:
-            timeout_s: Deadline for the other ranks to come; None takes the group's own.
-
-        Raises:
-            TrainerRankFailed: A rank did not come; the message names it, and all may try again.
+        ``timeout_s`` limits the wait for them; None takes the group's own.  Raises as ``connect``, and all may try
+        again.
         """
         if self.world_size == 1:
             self._failure.reason = None
@@ -205,11 +198,8 @@ class TrainerGroup:
     def broadcast_bytes(self, payload: bytes | None, *, timeout_s: float | None = None) -> bytes:
         """Returns the head's ``payload``, which is ignored elsewhere, on every rank.
 
-        Args:
-            timeout_s: Deadline in seconds; None takes the group's own.  Ranks that wait for a busy head need more.
-
-        Raises:
-            TrainerRankFailed: A rank is gone or did not take part in time.
+        Ranks that wait for a busy head need a longer ``timeout_s`` than the group's own, which None takes.  It raises
+        TrainerRankFailed if a rank is gone or does not take part in time, as every call below does.
         """
         if not self.is_head:
             [message] = self._receive_bytes([0], "the head to say what is next", timeout_s or self.timeout_s)
@@ -220,11 +210,7 @@ class TrainerGroup:
         return payload
 
     def gather_bytes(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes] | None:
-        """Returns every rank's bytes, in order of rank, on the head; None elsewhere.
-
-        Raises:
-            TrainerRankFailed: A rank is gone or did not take part in time; the message names it.
-        """
+        """Returns every rank's bytes, in order of rank, on the head; None elsewhere."""
         limit_s = timeout_s or self.timeout_s
         if self.is_head:
             return [payload, *self._receive_bytes(range(1, self.world_size), "a message", limit_s)]
@@ -232,11 +218,7 @@ class TrainerGroup:
         return None
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
-        """Returns when every rank has called it with the same ``what``: different reasons to meet are an error.
-
-        Raises:
-            TrainerRankFailed: A rank is gone, did not come in time, or came for something else.
-        """
+        """Returns when every rank has called it with the same ``what``: different reasons to meet are an error."""
         said = self.gather_bytes(what.encode(), timeout_s=timeout_s)
         strays = [rank for rank, name in enumerate(said or ()) if name != what.encode()]
         if said is not None and strays:
@@ -249,11 +231,8 @@ class TrainerGroup:
     def move(self, sends: Sequence[Move], receives: Sequence[Move], *, what: str) -> None:
         """Sends and receives a batch of tensors.  Returns when every tensor may be read or written again.
 
-        Every pair of ranks must list what goes between them in the same order; apart from that any order works.
-        On a GPU the batch follows what the current stream did before.
-
-        Raises:
-            TrainerRankFailed: A rank is gone or did not take part in time.
+        Every pair of ranks must list what goes between them in the same order; apart from that any order works.  On a
+        GPU the batch follows what the current stream did before.
         """
         if sends or receives:
             self._failure.check()
@@ -265,9 +244,6 @@ class TrainerGroup:
         """Completes tensors of which rank r holds the r-th of ``world_size`` equal parts, in place.  NCCL only.
 
         The tensors are contiguous and the same list on every rank, which has written its part already.
-
-        Raises:
-            TrainerRankFailed: A rank is gone or did not take part in time.
         """
         if tensors:
             self._failure.check()

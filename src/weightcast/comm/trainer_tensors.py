@@ -36,11 +36,7 @@ class GlooPeers:
         return self._post(self._group.recv, tensor, peer, tag, what)
 
     def wait(self, peer: int, work: dist.Work, what: str, deadline: float) -> None:
-        """Waits for an operation with one rank, until ``deadline`` by ``time.monotonic``.
-
-        Raises:
-            TrainerRankFailed: The other rank is gone or did not take part in time.
-        """
+        """Waits for work with one rank until ``deadline``, by ``time.monotonic``; else raises TrainerRankFailed."""
         try:
             # 0 would mean "no limit" to torch.
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))

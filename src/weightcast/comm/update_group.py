@@ -52,11 +52,7 @@ _relay = msgspec.json.Decoder(Relay)
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Returns this host's address on the route to another host.  Sends no packet.
-
-    Raises:
-        GroupFailed: The name does not resolve, or there is no route.
-    """
+    """This host's address on the route to another host; GroupFailed if there is none.  Sends no packet."""
     try:
         family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -98,11 +94,6 @@ class UpdateGroup:
         """Meets the other members.  Returns when all are there and a first byte was broadcast.
 
         Args:
-            store: The store of the rendezvous, or a function that connects to it.
-            token: Prefix of the store's keys.
-            address: Address of this process on the route to the others.
-            timeout_s: Deadline of the rendezvous, in seconds.
-            cancelled: Event by which another thread cancels the rendezvous.
             meeting: ``torch`` for members without weightcast, which make the group as ``torch.distributed`` does, at
                 ``tcp://host:port`` with the group's name as prefix.  Then no first byte is broadcast: with nccl, an
                 absent member shows only at the first broadcast.
@@ -112,9 +103,8 @@ class UpdateGroup:
                 the same machine has aborted.
             relays: True if the head says afterwards, with ``set_relays``, where this engine rank stands in its chain.
 
-        Raises:
-            DeadlineExceeded: A member did not come in time.
-            GroupFailed: A member died, or the rendezvous was cancelled.
+        It raises DeadlineExceeded if a member did not come in time, and GroupFailed if one died or it was
+        ``cancelled``.
         """
         self.name = name
         self.rank = rank
@@ -226,13 +216,8 @@ class UpdateGroup:
     def finish(self, work: Any, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
         """Waits for a broadcast.  After it, ``data`` is complete on this rank, not merely enqueued.
 
-        Args:
-            what: Name of the data, for the error, e.g. ``"bucket 3"``.
-            poll: Function that is called while waiting; it may raise to end the wait.
-
-        Raises:
-            DeadlineExceeded: The deadline passed; the group is unusable now.
-            GroupFailed: A peer died or the group was aborted.
+        Errors name the data by ``what``; ``poll`` is called meanwhile and may raise.  DeadlineExceeded leaves the group
+        unusable; GroupFailed says that a peer died or the group was aborted.
         """
         deadline = time.monotonic() + timeout_s
         backoff = Backoff()
@@ -256,12 +241,9 @@ class UpdateGroup:
         self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
 
     def told(self, ranks: Iterable[int]) -> Sequence[bytes]:
-        """Returns the words of these members, in order; every member has told its own before the rendezvous ended.
+        """Returns the words of these members, in order; GroupFailed if the rendezvous was closed.
 
-        Equal words are read once, and are one object.
-
-        Raises:
-            GroupFailed: The rendezvous was closed.
+        Every member has told its own before the rendezvous ended.  Equal words are read once, and are one object.
         """
         self._check()
         assert self._store is not None
@@ -271,11 +253,7 @@ class UpdateGroup:
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def set_relays(self, first_rank: int) -> None:
-        """Tells every engine rank its place in its chain; only the head may.  ``first_rank`` is the first of them.
-
-        Raises:
-            GroupFailed: The rendezvous was closed.
-        """
+        """Tells every engine rank, from ``first_rank`` on, its place in its chain; only the head may."""
         places = chains(self.told(range(first_rank, self.world_size)), first_rank)
         assert self._store is not None
         try:
@@ -285,12 +263,7 @@ class UpdateGroup:
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def start_moves(self, sends: Sequence[Move], receives: Sequence[Move] = ()) -> list[Any]:
-        """Starts messages to and from other members and returns handles for ``finish_moves``.
-
-        Raises:
-            DeadlineExceeded: On GPUs, a member did not come to the first message within the deadline of the rendezvous.
-            GroupFailed: A peer died or the group was aborted.
-        """
+        """Starts messages to and from other members; returns handles for ``finish_moves``, whose errors it raises."""
         group = self._check()
         deadline = time.monotonic() + self._timeout_s
 
@@ -309,12 +282,7 @@ class UpdateGroup:
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def finish_moves(self, works: Sequence[Any], *, what: str, timeout_s: float) -> None:
-        """Waits for messages.  After it, their memory may be written or read again.
-
-        Raises:
-            DeadlineExceeded: The deadline passed; the group is unusable now.
-            GroupFailed: A peer died or the group was aborted, here or by a member that the store heard of.
-        """
+        """Waits for messages, whose memory may then be written or read again; raises as ``finish``."""
         if self.device.type == "cuda":
             for work in works:
                 self.finish(work, what=what, timeout_s=timeout_s)

@@ -51,17 +51,12 @@ class BroadcastTransport(Pumped):
         cell_ranks: int | None = None,
         mends: bool = False,
     ) -> None:
-        """Creates no group yet.
+        """Creates no group yet; the other arguments, and errors, are those of ``Channel``.
 
         Args:
-            host: Address of this process that engines can reach.
-            trainers, relays: As for ``Channel``.
             in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
             cell_ranks: Most engine ranks in one group; None for one group over all of them.
             mends: True if a cell that fails is kept for ``rebuild``, if it can be rebuilt.
-
-        Raises:
-            ConfigError: As ``Channel``.
         """
         in_flight = in_flight or in_flight_to(links)
         super().__init__(self._send_one, in_flight=in_flight)
@@ -135,12 +130,7 @@ class BroadcastTransport(Pumped):
         cell.connect()
 
     def connect(self) -> None:
-        """Makes the groups that do not exist.
-
-        Raises:
-            TargetError: Targets could not join, or did not try to.  The error names them and has their own words.
-            DeadlineExceeded: Not all targets joined, and it is not known which ones are missing.
-        """
+        """Makes the groups that do not exist; raises as ``Channel.connect``, for all targets."""
         for channel in self._channels:
             channel.begin()
         self._each(Channel.connect, self._channels)

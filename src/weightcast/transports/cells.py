@@ -21,10 +21,7 @@ FEW_RANKS = 64  # where they are not
 
 @runtime_checkable
 class Mending(Protocol):
-    """A transport whose targets are in cells.
-
-    A failure of one cell is kept in that cell, and ``send`` and ``drain`` raise nothing for it.
-    """
+    """A transport in cells: a failure of one is kept there, and ``send`` and ``drain`` raise nothing for it."""
 
     @property
     def cells(self) -> Sequence[Channel]:
@@ -36,11 +33,9 @@ class Mending(Protocol):
         ...
 
     def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
-        """Makes the groups of failed cells anew.
+        """Makes the groups of failed cells anew; those that fail again keep why.
 
-        Returns:
-            Each cell that has a group now, with the index of the first bucket that it gets again.  The others keep why
-            they have failed again.
+        Returns each cell that has a group now, with the index of the first bucket that it gets again.
         """
         ...
 
@@ -63,12 +58,7 @@ def divide(items: Iterable[_Item], ranks_of: Callable[[_Item], int], cell_ranks:
 
 
 def most_ranks(spec: TransportSpec, asked: int | None, limit: int = MANY_RANKS) -> int:
-    """Returns the most engine ranks in a cell of a transport.
-
-    Args:
-        asked: The caller's number; None if it is left to the transport.
-        limit: The most where it is.
-    """
+    """Returns the most engine ranks in a cell of a transport: the caller's number, else ``limit`` and its own."""
     return asked or max(1, min(limit, spec.cells))
 
 

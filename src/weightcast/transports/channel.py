@@ -70,15 +70,14 @@ class Channel:
         trainers: int | None = None,
         relays: bool = False,
     ) -> None:
-        """Nothing is created yet; the arguments are those of ``BroadcastTransport``.
+        """Nothing is created yet.
 
         Args:
             trainers: Number of trainer ranks, all of which are members and send to engine ranks by themselves; None for
                 a group in which the head broadcasts.
             relays: True if engine ranks pass on what trainer ranks send.
 
-        Raises:
-            ConfigError: The rendezvous by NCCL's id needs a binding that is not installed.
+        It raises ConfigError if the rendezvous by NCCL's id needs a binding that is not installed.
         """
         if meeting == "nccl-id":
             nccl_binding()  # here, not in ``connect``, because no engine is paused yet
@@ -145,12 +144,9 @@ class Channel:
         self._links = [link for link in self._links if link.url not in urls]
 
     def take_back(self) -> int:
-        """Makes the targets of a cell that has failed forget what not all of them have taken.
+        """Makes the targets of a failed cell forget what not all of them have taken; returns the next bucket's index.
 
-        ``connect`` must follow.  Returns the index of the bucket that comes next.
-
-        Raises:
-            WeightcastError: Targets cannot be asked, or refuse; the error names them.
+        ``connect`` must follow.  A WeightcastError names targets that cannot be asked, or refuse.
         """
         self.settle()  # replies that failed stay due
         first = min(link.sent for link in self._links)
@@ -226,9 +222,7 @@ class Channel:
     def connect(self) -> None:
         """Makes the group if there is none.
 
-        Raises:
-            TargetError: Targets could not join or did not come; the error names them and quotes their answers.
-            DeadlineExceeded: Not all targets came, and the absent ones are not known.
+        TargetError names and quotes targets that could not join or did not come, DeadlineExceeded those not known.
         """
         invited = self._invited or self.invite()
         if invited is None:
@@ -320,14 +314,9 @@ class Channel:
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None, shared: Sequence[Shared] = ()) -> None:
         """Posts and broadcasts a bucket, and reads the replies; with two in flight, those to the bucket before.
 
-        When it returns, the bucket may be filled again.
-
-        Args:
-            filled: Event that completes when the bucket is filled; None on the host.
-            shared: The parts that each trainer rank sends; not used if the head broadcasts.
-
-        Raises:
-            TargetError, GroupFailed, DeadlineExceeded: The group is aborted; the error names the culprit if known.
+        When it returns, the bucket may be filled again.  On a GPU, ``filled`` completes when it is filled.  If trainer
+        ranks send, ``shared`` has the parts of each.  After an error the group is aborted, and the culprit named if
+        known.
         """
         group = self._group
         assert group is not None, "connect() comes first"

@@ -110,12 +110,7 @@ class Feed:
         self._given_up = threading.Event()
 
     def take(self, layout: BucketLayout, shared: Sequence[Shared]) -> None:
-        """Hand over a bucket; returns when every rank has loaded it.
-
-        Raises:
-            TargetRejected: A rank, or the engine, refused, in its own words.
-            TargetLost: One fell silent.
-        """
+        """Hands over a bucket; returns when every rank has loaded it, or raises TargetRejected or TargetLost."""
         what = f"bucket {layout.index}"
         memories = memory_of_ranks(self.link, shared)
         if not self._sockets:
@@ -257,10 +252,9 @@ def _folder_for_sockets() -> OwnedFolder:
 
 
 def table(layout: BucketLayout, first_byte: int) -> bytes:
-    """Returns the table of a bucket's tensors for checkpoint-engine's receiver; offsets count from the storage's start.
+    """The table of a bucket's tensors for checkpoint-engine's receiver; offsets count from the storage's start.
 
-    Raises:
-        ConfigError: A tensor is cut, which the receiver could not put together.
+    It raises ConfigError for a tensor that is cut, which the receiver could not put together.
     """
     entries: list[bytes] = []
     for slot in layout.slots:

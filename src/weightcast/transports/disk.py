@@ -58,13 +58,8 @@ class DiskTransport(Pumped):
     ) -> None:
         """Deletes the folders that killed trainers of this user have left.  Writes nothing yet.
 
-        Args:
-            links: The targets; their adapters are ``FromFolder``.
-            folder: Parent of the checkpoint folder, under its path for trainer and engines; None takes the folder for
-                temporary files.
-
-        Raises:
-            ConfigError: The path is no folder, or has too little free space.
+        The checkpoint folder goes into ``folder``, under its path for trainer and engines, None the one for temporary
+        files.  ConfigError says that it is no folder or too full.  The targets' adapters are ``FromFolder``.
         """
         super().__init__(self._write)
         self._links = list(links)
@@ -115,10 +110,7 @@ class DiskTransport(Pumped):
     def drain(self) -> None:
         """Completes the file, asks every target to load it, and deletes it.
 
-        Raises:
-            TargetError: As ``transports.link.tell``, after all targets have answered.  The error names every target
-                that failed.
-            ConfigError: The file could not be written.
+        It raises ConfigError if the file cannot be written, and as ``tell``, for every target that failed.
         """
         super().drain()
         try:

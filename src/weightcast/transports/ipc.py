@@ -18,10 +18,7 @@ from weightcast.wire.bucket import Bucket
 
 
 class IpcTransport(Pumped):
-    """Shares buckets with engines on the trainers' hosts: CUDA IPC on GPUs, shared memory on CPUs.
-
-    Engines map a buffer when they first get its handle.
-    """
+    """Shares buckets with engines on the trainers' hosts, which map each once: CUDA IPC or shared memory."""
 
     name = "ipc"
 

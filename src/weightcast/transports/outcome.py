@@ -75,14 +75,9 @@ class Outcome:
         self.digest = lambda: sent.digest
 
     def resident(self, link: Link, ack: Ack, digest: str, proven: int) -> None:
-        """Checks that the target keeps what was sent, and records it.
+        """Records that the target keeps what was sent; VerificationFailed if it keeps something else.
 
-        Args:
-            digest: Model digest of what it must keep; empty for no proof.
-            proven: Number of tensors that have this digest together.
-
-        Raises:
-            VerificationFailed: The target keeps something else.
+        ``digest`` is the model digest that ``proven`` tensors must have together; empty for no proof.
         """
         self.committed = ack
         self.message = ack.message
@@ -153,11 +148,7 @@ class Outcome:
 
 
 def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -> None:
-    """Checks that the target can prove a share of at least ``least``, from 0 to 1, of the tensors to be resident.
-
-    Raises:
-        VerificationFailed: The share is too small.  The text names the first unproven tensors.
-    """
+    """Raises VerificationFailed unless the target can prove a share of ``least`` or more (0 to 1) to be resident."""
     proven = count - len(unproven)
     if proven < least * count:
         raise VerificationFailed(
@@ -213,11 +204,8 @@ def check_alike(links: Sequence[Link]) -> None:
     """Checks that engines with the same weights before the update have the same weights after it.
 
     It compares the engines' own checksums, which are comparable only among engines of one kind, version and size.  So
-    it finds an engine that has not loaded what the others have, but no error that all of them share.
-
-    Raises:
-        VerificationFailed: An engine's checksum differs from the others'.
-        TargetsFailed: Several engines' checksums do.
+    it finds an engine that has not loaded what the others have, but no error that all of them share.  It raises
+    VerificationFailed, or TargetsFailed for several.
     """
     alike: dict[tuple[str, int, str], Link] = {}
     wrong = list[VerificationFailed]()

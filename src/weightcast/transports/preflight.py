@@ -22,13 +22,9 @@ log = logging.getLogger("weightcast.transports.preflight")
 
 
 def check_fits(links: Sequence[Link], specs: Sequence[TensorSpec]) -> None:
-    """Checks that these tensors are the ones that each engine expects in a full update.
+    """Raises ConfigError unless these tensors are, in shape and kind, what each engine expects in a full update.
 
     Engines of one kind have one table, which is compared once.
-
-    Raises:
-        ConfigError: A tensor is missing, unknown to the engine, of another shape, or of a dtype whose cast to the
-            engine's would not keep its values.
     """
     ours = {spec.name: spec for spec in specs}
     fitting: dict[tuple[int, int], object] = {}  # the values keep the tables, so that no other one gets their ids
@@ -76,12 +72,7 @@ def _check_no_draft(link: Link, ours: Mapping[str, TensorSpec]) -> None:
 
 
 def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfig, exporter: Exporter) -> None:
-    """Checks that an engine can read shards that no rank has gathered, and that they can be proven.
-
-    Raises:
-        ConfigError: A tensor is kept in another dtype than it travels in, the exporter cannot fill shards or sum them,
-            or the digest does not add up over shards.
-    """
+    """Raises ConfigError unless an engine can read shards that no rank has gathered, and they can be proven."""
     way = "shards that are not gathered"
     hint = 'use another transport: transport="auto"'
     if not isinstance(exporter, Scattering) or not isinstance(exporter, Summing) or exporter.unsummed():
@@ -101,10 +92,7 @@ def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfi
 
 
 def check_pause(link: Link, pause: PauseMode) -> None:
-    """Checks that the engine, as it was started, can be updated with this pause.
-
-    If not, it raises ConfigError with the engine's reason and the alternative.
-    """
+    """Raises ConfigError, with the engine's reason, if it cannot be updated with this pause as it was started."""
     why = link.info.no_pause.get(pause)
     if why is not None:
         raise ConfigError(f"{link.url} ({link.info.engine}) cannot be updated with pause={pause!r}: {why}")
@@ -117,10 +105,7 @@ def warn_hazards(link: Link) -> None:
 
 
 def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
-    """Checks that a target can prove at least ``level``, or raises ConfigError.
-
-    ``scores`` says whether the trainer's model has a forward pass.
-    """
+    """Raises ConfigError unless a target can prove ``level``; ``scores`` if the model has a forward pass."""
     if level == "behaviour" and not scores:
         raise ConfigError(
             "require='behaviour' needs a forward pass, and this exporter has none",
@@ -134,14 +119,11 @@ def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
 
 
 def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
-    """Checks the number of the first update against what the engines serve, long before that update.
+    """Raises ConfigError if engines serve a higher version than the first update will have, long before it.
 
-    Without ``first_version`` a log line says which numbers the engines will refuse.  It is a warning only if they serve
-    different versions, since their answers differ then until the first update.
-
-    Raises:
-        ConfigError: An engine serves a higher version than ``first_version``, and older ones are not allowed; with
-            ``on_failure="quarantine"``, every engine does.
+    With ``on_failure="quarantine"`` it does if all of them do.  Without ``first_version`` a log line says which numbers
+    the engines will refuse.  It is a warning only if they serve different versions, since their answers differ then
+    until the first update.
     """
     served = [(info.version, url) for url, info in infos.items() if info.version]
     if not served or config.allow_older:
@@ -170,13 +152,10 @@ def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -
 
 
 def check_places(transport: TransportSpec, placement: Placement) -> None:
-    """Checks that every engine rank finds a buffer on its own GPU.
+    """Raises ConfigError, with the setting, unless it is clear where every engine rank finds a buffer on its own GPU.
 
     An engine that does not name its GPUs is assumed to sit where the trainer's ranks do, in the same order.  That is
     clear only for one engine with as many ranks as the trainer has, or where the trainer has one GPU.
-
-    Raises:
-        ConfigError: It is not clear; the hint names the setting.
     """
     if not transport.shares_memory or transport.legs or placement.device.type != "cuda":
         return
@@ -195,12 +174,9 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
 
 
 def choose_transport(asked: SpecName, placement: Placement, *, without: Collection[str] = ()) -> TransportSpec:
-    """Returns the transport that the caller asked for; for ``"auto"``, the first that suits every engine.
+    """Returns the transport asked for; for ``"auto"``, the first, but those in ``without``, that suits every engine.
 
-    ``"auto"`` passes over the transports in ``without``.
-
-    Raises:
-        ConfigError: An engine cannot be reached that way.
+    It raises ConfigError if an engine cannot be reached that way.
     """
     if asked == "auto":
         spec = next((spec for spec in TRANSPORTS if spec.name not in without and spec.suits(placement)), None)

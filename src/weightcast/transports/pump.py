@@ -25,10 +25,9 @@ class Pump:
     """Runs ``send_one`` for each bucket: in order, one after the other or two at a time."""
 
     def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
-        """Nothing is sent yet.
+        """Sends nothing yet; ``send_one`` returns when the bucket's buffer may be filled again.
 
-        ``send_one`` returns when the bucket's buffer may be filled again.  ``in_flight`` is 2 if it may be called for a
-        bucket before it has returned for the bucket before.
+        ``in_flight`` is 2 if it may be called for a bucket before it has returned for the bucket before.
         """
         self._send_one = send_one
         self._in_flight = min(in_flight, MAX_IN_FLIGHT)
@@ -36,12 +35,7 @@ class Pump:
         self._sending: deque[Future[None]] = deque()
 
     def put(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        """Starts to send a bucket, and waits for the bucket before it.
-
-        Raises:
-            WeightcastError: The bucket before it failed.  No bucket is in flight then, and the error names every target
-                that failed.
-        """
+        """Starts to send a bucket, and waits for the one before; its error names every target that failed."""
         if self._in_flight == 1:
             self.drain()
         self._sending.append(self._threads.submit(self._send_one, bucket, shared))
