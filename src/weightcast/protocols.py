@@ -70,9 +70,8 @@ class Exporter(Protocol):
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor of an update: Hugging Face name, shape, wire dtype.
-
-        The order is the same on all ranks.  No communication.
+        """Every tensor of an update (Hugging Face name, shape, wire dtype), in one order on all ranks.  No
+        communication.
         """
         ...
 
@@ -83,21 +82,15 @@ class Exporter(Protocol):
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which shard.  Collective; called once, before the first ``fill``.
 
-        Raises:
-            ConfigError: This model cannot be exported as it is sharded.  Every rank raises it.
+        Every rank raises ConfigError if this model cannot be exported as it is sharded.
         """
         ...
 
     def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
-        """Gathers and casts the layout's tensors into the bucket.  Collective over ``group``.
+        """Gathers and casts the layout's tensors, the same on every rank, into the bucket.  Collective over ``group``.
 
-        Args:
-            bucket: The bucket to fill; None on a rank that only contributes its shards.
-            layout: Tensors of the bucket, the same on every rank.
-            group: The trainer ranks; ``group.receivers`` have a bucket.
-
-        Returns:
-            ``Bucket.sums`` if the exporter summed the bytes while it copied them, else None.
+        The bucket is None on a rank that only contributes its shards; ``group.receivers`` have one.  Returns
+        ``Bucket.sums`` if the exporter summed the bytes while it copied them, else None.
         """
         ...
 
@@ -117,12 +110,9 @@ class Refilling(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The part of one tensor that one trainer rank holds.
+    """The part ``box`` of one tensor that one trainer rank holds.
 
-    Attributes:
-        spec: Name, shape and wire dtype of the whole tensor.
-        box: Position of the part in the tensor.
-        tensor: The part, of shape ``box.shape``, in the model's dtype and on its device.
+    ``spec`` has the wire dtype of the whole tensor, ``tensor`` the model's, on its device.
     """
 
     spec: TensorSpec
@@ -135,9 +125,9 @@ class Budgeted(Protocol):
     """An exporter that knows the memory it takes.  ``max_extra_bytes`` needs one."""
 
     def computing_bytes(self) -> int | None:
-        """Most memory, in bytes, that values computed on the way take beside buckets and the gather.
+        """Most memory, in bytes, that values computed on the way take beside buckets and gather; None if unknown.
 
-        It is 0 if nothing is computed, and None if it is not known.  No communication.
+        It is 0 if nothing is computed.  No communication.
         """
         ...
 
@@ -167,10 +157,7 @@ class Summing(Protocol):
     def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
         """Folds the sums of all ranks into one for each slot and finds ranks that disagree.  No communication.
 
-        Args:
-            layout: Tensors of the bucket.
-            group: The trainer ranks.
-            answers: Sums of each rank, in order of rank: int64 on the CPU, of lengths ``source_counts``.
+        ``answers`` has the sums of each rank, in order: int64 on the CPU, of lengths ``source_counts``.
         """
         ...
 
@@ -188,11 +175,7 @@ class Scattering(Protocol):
     ) -> None:
         """Writes this rank's parts of the layout's tensors where they belong in its own bucket.  Collective.
 
-        Args:
-            bucket: This rank's bucket; the rest of it keeps its bytes.
-            layout: Tensors of the bucket, the same on every rank.
-            group: The trainer ranks.
-            sources: As for ``Summing.fill``.
+        The rest of the bucket keeps its bytes; ``sources`` is as for ``Summing.fill``.
         """
         ...
 
@@ -212,10 +195,9 @@ class Scattering(Protocol):
         ...
 
     def whole_on(self, hosts: Sequence[str]) -> Collection[str]:
-        """The hosts whose trainer ranks hold all weights together.  Known after ``prepare``; no communication.
+        """The hosts whose trainer ranks hold all weights together, given that of each rank.
 
-        Args:
-            hosts: Id of each trainer rank's host, in order of rank.
+        Known after ``prepare``; no communication.
         """
         ...
 
@@ -245,8 +227,7 @@ class Mappable(Protocol):
     def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> Lying:
         """The parts that ``Scattering.serves`` lists, where this rank keeps them.  No copy, no communication.
 
-        Raises:
-            ConfigError: A part is cast or computed when it is sent; the text names the tensor.
+        ConfigError names a tensor that is cast or computed when it is sent.
         """
         ...
 
@@ -277,14 +258,9 @@ class Planning(Protocol):
     """An exporter that works out the steps of its buckets before the first update."""
 
     def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Works out what filling these buckets takes.  It reads no weights, moves nothing and communicates nothing.
+        """Works out what filling these buckets, the same on every rank, takes.  Moves and communicates nothing.
 
-        Whatever changes until a bucket is filled is noticed then.
-
-        Args:
-            layouts: Layouts of buckets, the same on every rank.
-            group: The trainer ranks, with which ``prepare`` was called.
-            use: How the buckets will be filled.
+        It reads no weights.  Whatever changes until a bucket is filled is noticed then.
         """
         ...
 
@@ -293,13 +269,9 @@ class Lender(Protocol):
     """An exporter whose memory can be sent zero-copy."""
 
     def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Views of the weights for each bucket, by tensor name (``Bucket.lent``).
+        """Views of the weights for each bucket, by tensor name (``Bucket.lent``); this rank holds all of them whole.
 
         The views are valid until the weights change.  ``fill`` then writes only the other tensors of the bucket.
-
-        Args:
-            layouts: Layouts of the buckets.
-            group: The trainer ranks; this rank holds every tensor whole.
         """
         ...
 
@@ -334,8 +306,7 @@ class Kind(Protocol):
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """Asks a server what it is; None if it is not an engine of this kind.
 
-        Raises:
-            ConfigError: The server is of this kind and cannot be updated as it was started.
+        It raises ConfigError if the server is of this kind and cannot be updated as it was started.
         """
         ...
 
@@ -373,15 +344,10 @@ class Adapter(Protocol):
         ...
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
-        """Preflight against the known limits of this kind of engine.
+        """Checks an update against the known limits of this kind of engine, before it.
 
-        Args:
-            specs: Tensors of the update.
-            delivery: The steps by which the engine will get the weights.
-            bucket_bytes: Size of the largest bucket, in bytes.
-
-        Raises:
-            ConfigError: The update cannot work; the hint names the option to change and its side.
+        ``delivery`` is the steps by which the engine will get the weights.  ConfigError says why it cannot work; its
+        hint names the option to change and its side.
         """
         ...
 
@@ -396,13 +362,9 @@ class Adapter(Protocol):
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket.
 
-        Over ``broadcast`` the first request must be the one that makes the engine enter the collective.
-
-        Args:
-            session: Id of the session.
-            layout: Tensors of the bucket.
-            group: Name of the group that broadcasts it; None over shared memory.
-            shared: Shared buffers, one of each trainer rank that filled one; empty over a group.
+        Over ``broadcast`` the first request must be the one that makes the engine enter the collective.  ``group``
+        names the group that broadcasts it; None over shared memory.  ``shared`` has the buffers of trainer ranks that
+        filled one.
         """
         ...
 
@@ -425,8 +387,7 @@ class Adapter(Protocol):
     def leave(self, group: str | None) -> Steps:
         """Leaves a group, or unmaps shared buffers if ``group`` is None.  A group never joined is no error.
 
-        Raises:
-            WeightcastError: The engine refused or failed.  The caller adds a note to the target's next report.
+        If it raises, the caller adds a note to the target's next report.
         """
         ...
 

@@ -21,10 +21,7 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 
 def sums_of_slots(bucket: Bucket) -> torch.Tensor:
-    """One partial sum for each slot: int64 ``[slots]`` on the bucket's device, to be read mod 2**64.
-
-    Sums that came with the bucket are returned as they are.
-    """
+    """One partial sum for each slot, or those that came with the bucket: int64 ``[slots]`` on its device."""
     if bucket.sums is not None:
         return bucket.sums
     return partial_sums(_pieces_of(bucket))
@@ -57,10 +54,7 @@ class Totals:
         return bool(self._contents.table.names)
 
     def of_all(self) -> str:
-        """One digest of everything: BLAKE2b over the table of contents and the sums, 32 hex characters.
-
-        Two processes can compare it if they have the same buckets.  It is empty if there are none.
-        """
+        """BLAKE2b over the contents and all sums, 32 hex characters, for the same buckets; empty if there are none."""
         if not self:
             return ""
         hashed = hashlib.blake2b(self._contents.seed, digest_size=16)

@@ -240,10 +240,6 @@ def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
 def run_tiles(*, cached: bool) -> Callable[..., Any]:
     """The function that carries out tiles, which compiles itself when it is first called with a size of words.
 
-    Args:
-        cached: True for machine code that is kept in a folder of numba's: beside this file, or under the user's cache.
-
-    Raises:
-        RuntimeError: there is no folder in which it could be kept.
+    With `cached`, machine code is kept beside this file or under the user's cache; RuntimeError if that is impossible.
     """
     return njit(_run_tiles, nogil=True, error_model="numpy", cache=cached)

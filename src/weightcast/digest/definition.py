@@ -81,11 +81,7 @@ def _sums_by_torch(pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def as_unsigned(value: int) -> int:
-    """An int64 of `partial_sums` as the number in [0, 2**64) that `add_partial` and `finish` take.
-
-    Raises:
-        ValueError: `value` fits neither a signed nor an unsigned 64-bit integer.
-    """
+    """An int64 of `partial_sums` as the number in [0, 2**64) that `finish` takes; ValueError beyond 64 bits."""
     if not -(1 << 63) <= value <= MASK:
         raise ValueError(f"{value} is not a 64-bit integer")
     return value & MASK
@@ -141,11 +137,7 @@ def sha256_digest(tensor: torch.Tensor) -> str:
 
 
 def model_digest(digests: Mapping[str, str]) -> str:
-    """One digest, 16 hex characters, of the digests of many named tensors; their order plays no part, names do.
-
-    Raises:
-        ValueError: a digest is not a hex string.
-    """
+    """One digest, 16 hex characters, of many named ones in any order; ValueError for one that is not hex."""
     if not all(map(_HEX.fullmatch, digests.values())):
         name, digest = next(item for item in digests.items() if not _HEX.fullmatch(item[1]))
         raise ValueError(f"the digest of {name} is {digest!r}, not lower-case hex")

@@ -16,10 +16,7 @@ _NUM_WARPS = 4
 
 
 class Launch:
-    """One launch that exchanges all pairs.
-
-    `pairs`: the two addresses and the size of each pair, in bytes.
-    """
+    """One launch that exchanges all pairs, given two addresses and the size in bytes of each."""
 
     def __init__(self, pairs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         table = torch.tensor(pairs, dtype=torch.int64)

@@ -31,10 +31,7 @@ NARROW, WIDE, ALIGNED = 0, 1, 2
 
 
 class Tiling(NamedTuple):
-    """How jobs are cut into tiles.
-
-    `cols`: columns of a tile. `rows`: rows of a tile, given the columns of its job.
-    """
+    """How jobs are cut into tiles: columns of a tile, and its rows, given the columns of its job."""
 
     cols: int
     rows: Callable[[int], int]

@@ -74,13 +74,9 @@ class Launches:
     """Copies with sums that can be launched again and again, as long as all memory stays where it is."""
 
     def __init__(self, transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> None:
-        """Works out the launches.
+        """Works out the launches that give `count` sums, of transfers for which `can_transfer` is true.
 
-        Args:
-            transfers: transfers on one CUDA device, for each of which `can_transfer` is true; or a template of such
-                ones, none of them far, with its addresses.
-            count: number of sums.
-            device: the CUDA device.
+        They are on one CUDA device; or a template of such ones, none of them far, with its addresses.
         """
         self._device = device
         self._count = count
@@ -102,11 +98,7 @@ class Launches:
             self._plans_of_arrived = tuple(plan.to(device) for plan in plans_of_transfers(arrived))
 
     def launch(self, *, summed: bool = True) -> torch.Tensor | None:
-        """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet.
-
-        Args:
-            summed: ignored, since the sums cost next to nothing here.
-        """
+        """The sums, int64 `[count]`, `summed` or not; None on another stream, which the plans may not have reached."""
         if torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             return None
         if not self._copies:

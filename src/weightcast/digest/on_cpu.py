@@ -152,10 +152,7 @@ def _compiled() -> _RunTiles | None:
 def _check(run: _RunTiles) -> None:
     """Compiles for words of 16 bits, which nearly all weights have, and compares a sum with the definition.
 
-    Those of 8 bits are compiled when they are first needed.
-
-    Raises:
-        RuntimeError: the sum is another.
+    It raises RuntimeError if the sum is another.  Those of 8 bits are compiled when they are first needed.
     """
     rows, cols = 9, 70
     words = torch.arange(rows * cols, dtype=torch.int16).mul_(12345).view(rows, cols)

@@ -118,11 +118,9 @@ class Sent:
         return {**self.fast, **self._hashed} if self._hashed else self.fast
 
     def kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
-        """Digest of each tensor as an engine must keep it, by name; not to be written to.
+        """Digest of each tensor as an engine must keep it, by name, in its dtypes; not to be written to.
 
-        Args:
-            specs: The engine's tensors, with the dtypes that it keeps.
-            without: Names of tensors that it cannot read back.
+        ``without`` names tensors that it cannot read back.
         """
         if not self.cast and not without and self.fast.keys() == {spec.name for spec in specs}:
             return self.fast
@@ -144,11 +142,9 @@ class SentDigests:
         sums: PlanSums | None = None,
         unsummed: Collection[str] | None = None,
     ) -> None:
-        """Starts without any bucket.
+        """Starts without any bucket; ``sums`` are those of a plan.
 
-        Args:
-            sums: Sums of the buckets of the plan; None for buckets of no plan.
-            unsummed: Names of tensors that no trainer rank sums at their source; None sums every bucket.
+        ``unsummed`` names tensors that no trainer rank sums at their source; None sums every bucket.
         """
         self._casts = casts or {}
         self._sha256 = sha256

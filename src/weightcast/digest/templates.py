@@ -70,20 +70,14 @@ class _Part:
 
 
 class Template:
-    """The work of some transfers on one device.  It keeps no memory alive.
-
-    Attributes:
-        num_transfers: Number of the transfers.
-    """
+    """The work of some transfers, of which there are ``num_transfers``, on one device.  It keeps no memory alive."""
 
     def __init__(
         self, transfers: Sequence[Transfer], memories: Sequence[tuple[int, int]], device: torch.device
     ) -> None:
         """Takes transfers between stand-ins, for each of which ``can_transfer`` is true.
 
-        Args:
-            memories: Numbers of the memories that each transfer reads and writes; the second may be ``NOWHERE``.
-            device: Device of the memories.
+        ``memories`` are the numbers of those that each reads and writes; the second may be ``NOWHERE``.
         """
         self.num_transfers = len(transfers)
         tiling = CPU_TILING if device.type == "cpu" else GPU_TILING

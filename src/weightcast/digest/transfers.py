@@ -79,14 +79,9 @@ class PlacedLaunches:
     ) -> torch.Tensor:
         """Copies and sums.  Enqueued on the current stream of a GPU, done on a CPU.
 
-        Args:
-            place: A key for the addresses of all sources and targets.
-            transfers: Makes the transfers, for each of which ``can_transfer`` is true; or a template of such ones,
-                with the addresses of its memories.
-            summed: False if nobody needs the sums, which a CPU then does not take.
-
-        Returns:
-            int64 ``[count]`` on the device, to be read mod 2**64; of no meaning unless ``summed``.
+        The key ``place`` stands for the addresses of all sources and targets.  ``transfers`` makes transfers for which
+        ``can_transfer`` is true, or a template of such ones with its addresses.  The sums are int64 ``[count]`` on the
+        device, to be read mod 2**64; of no meaning unless ``summed``, for which a CPU then does nothing.
         """
         known = self._known.get(place)
         sums = known.launch(summed=summed) if known is not None else None

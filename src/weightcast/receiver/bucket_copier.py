@@ -66,7 +66,7 @@ class BucketCopier:
         return [name for name, flag in zip(self._overflows, flags, strict=True) if flag]
 
     def copy(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool = True) -> torch.Tensor | None:
-        """Copies a bucket into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
+        """Copies a bucket into the staging set; done on a CPU, enqueued on the current stream of a GPU.
 
         Lent slots lie where they belong already.  Returns ``Bucket.sums`` where they were taken on the way.
         """

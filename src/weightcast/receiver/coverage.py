@@ -16,11 +16,8 @@ def uncovered(
 ) -> list[str]:
     """Names of the residents that all routes together leave unwritten, wholly or in part.
 
-    Args:
-        filled: Number of elements of a resident that get a constant instead, by name.
-
-    Raises:
-        ConfigError: Two routes write the same element, whose value would depend on the order of arrival.
+    ``filled`` is the number of elements of a resident that get a constant instead, by name.  It raises ConfigError if
+    two routes write the same element, whose value would depend on the order of arrival.
     """
     by_parameter: dict[str, list[Route]] = {}
     for route in routes:

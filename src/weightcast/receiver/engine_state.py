@@ -65,10 +65,7 @@ class GoesOnUnproven(Protocol):
     def end_unproven(self, why: str, timeout_s: float) -> int:
         """Pauses the engine, and ends each request with an error for which the unproven weights have generated.
 
-        What is generated after a ``resume`` has the version of before again.
-
-        Returns:
-            The number of requests that ended so.
+        What is generated after a ``resume`` has the version of before again.  Returns the number of these requests.
         """
         ...
 
@@ -76,10 +73,7 @@ class GoesOnUnproven(Protocol):
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of ``EngineInfo`` that stay the same while the engine runs.
 
-    Attributes:
-        optional: Tensors that the engine knows and keeps nowhere.
-        note: ``EngineInfo.message`` of an engine that is not quarantined.
-        no_pause: Pause modes that the engine refuses as it was started, each with the reason.
+    ``note`` is its ``message`` unless the engine is quarantined.
     """
 
     engine: str

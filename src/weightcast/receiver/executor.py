@@ -52,11 +52,7 @@ class Executor(Protocol):
         ...
 
     def run(self, command: bytes) -> bytes:
-        """Runs a command on every rank at once and returns rank 0's answer.
-
-        Raises:
-            EngineFailure: A rank died, failed or did not answer in time; it is named.
-        """
+        """Runs a command on every rank at once and returns rank 0's answer; ``EngineFailure`` as ``apply``."""
         ...
 
     def interrupt(self, reason: str) -> None:
@@ -126,13 +122,9 @@ class MpExecutor(ConnectedRanks):
         start_timeout_s: float = _START_S,
         fork: bool = False,
     ) -> None:
-        """Start the ranks and wait until each has built its worker.
+        """Starts the ranks and waits until each has built its worker; EngineFailure, in its words, if one cannot.
 
-        Args:
-            fork: True forks the ranks if no other Python thread runs here; the caller knows that CUDA is not used.
-
-        Raises:
-            EngineFailure: A rank could not build its worker; the text has its words.
+        ``fork`` forks them if no other Python thread runs here; the caller knows that CUDA is not used.
         """
         super().__init__()
         self.tp_size = tp_size

@@ -52,9 +52,7 @@ class LastCommit:
     def revert(self, message: Revert, executor: Executor, state: EngineState) -> Ack:
         """Brings the replaced version back, proves it and resumes; the second time, repeats the answer.
 
-        Raises:
-            Refused: No rank has switched; the engine goes on as it was.
-            Exception: The ranks or the engine's hooks failed; the engine is quarantined.
+        ``Refused`` says that no rank has switched.  After another error the engine is quarantined.
         """
         if self.reverted is not None:
             return self.reverted

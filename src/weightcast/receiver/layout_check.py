@@ -17,10 +17,10 @@ from weightcast.wire.box import slices
 
 
 def changed_since_load(loader: Loader, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Compares a checkpoint with the live parameters, route by route; returns the names of those that differ, sorted.
+    """Compares a checkpoint with the live parameters, route by route; returns the names of those that differ.
 
     The loader's routes were recorded, and the weights are still those of the checkpoint.  ``weights`` has the name and
-    whole tensor of everything in the checkpoint, in the dtypes of its files.
+    whole tensor of everything in it, in the dtypes of its files.
     """
     changed: set[str] = set()
     for name, tensor in weights:

@@ -24,12 +24,7 @@ class MappedSet:
     def __init__(self, residents: Mapping[str, torch.Tensor], mapper: Mapper) -> None:
         """Moves the parameters that nothing else shares memory with, and makes their second copies.
 
-        Args:
-            residents: Parameters by name, on one device and without gaps.
-
-        Raises:
-            torch.OutOfMemoryError: There is too little memory.
-            DriverError: The driver refuses.
+        The residents are on one device and without gaps.  It raises torch.OutOfMemoryError or DriverError.
         """
         gc.collect()  # what is garbage shares memory too
         alone = _references(torch.empty(1))
@@ -68,10 +63,9 @@ class MappedSet:
             self._kept, self._pair = weakref.ref(self._pair), None
 
     def allocate(self) -> bool:
-        """Undoes ``free``.  Returns False if a parameter has left its place since; this set is of no use then.
+        """Undoes ``free``; raises torch.OutOfMemoryError.
 
-        Raises:
-            torch.OutOfMemoryError: There is too little memory.
+        Returns False if a parameter has left its place since; this set is of no use then.
         """
         if self._pair is not None:
             return True
@@ -91,11 +85,7 @@ class MappedSet:
         self.exchanged = False
 
     def exchange(self) -> None:
-        """Exchanges both copies, after all work on the device.
-
-        Raises:
-            Exception: The driver's error.  Call ``undo``.
-        """
+        """Exchanges both copies, after all work on the device.  Call ``undo`` after the driver's error."""
         if self._pair is not None:
             self._pair.exchange()
             self.exchanged = True

@@ -18,15 +18,10 @@ def check_offer(
     optional: Collection[str],
     kept_dtypes: Callable[[str], Iterable[torch.dtype]],
 ) -> None:
-    """Compares the tensors that a trainer will send with those that the model expects.
+    """Refuses tensors of a trainer that are not, in name, shape and dtype, those that the model expects.
 
-    Args:
-        optional: Names of expected tensors that may be left out.
-        kept_dtypes: Returns the dtypes of the parameters that a tensor is copied into.
-
-    Raises:
-        Refused: Something is missing, unknown, of another shape, or of a dtype whose cast to the model's would not
-            keep its values; all are named.
+    Expected tensors in ``optional`` may be left out.  A cast to the dtype that is expected, or to those of the
+    parameters that a tensor is copied into (``kept_dtypes``), must keep its values.  All problems are named.
     """
     offered = {spec.name: spec for spec in specs}
     problems: list[str] = []

@@ -182,13 +182,8 @@ class WeightReceiver:
     def sleep(self, *, discard: bool = False, hint: str = "POST /wake first") -> None:
         """Frees device memory that only updates need, and refuses updates and read-backs until ``wake``.
 
-        Args:
-            discard: True if the engine drops its weights.  Parameters that no full update writes are then kept on the
-                host.
-            hint: Advice in the refusals.
-
-        Raises:
-            Refused: An update is under way.
+        ``discard`` is for an engine that drops its weights: parameters that no full update writes are then kept on the
+        host.  ``hint`` is the advice in refusals.  It raises ``Refused`` while an update is under way.
         """
         if self._open is not None and self._committed != self._open.session:
             raise Refused("an update is under way, which writes into the memory that sleep gives back")

@@ -60,10 +60,8 @@ def record_routes(
     """Runs ``load_weights`` without changing anything, and records its copies of whole sources.
 
     It runs once with all sources.  If some writes are computed it runs again with each source by itself, as an update
-    will call it for the sources that stay with it.
-
-    Raises:
-        ConfigError: A parameter is written only when several sources are there at once.
+    will call it for the sources that stay with it.  It raises ConfigError for a parameter that is written only when
+    several are there at once.
     """
     everything = _watch(load_weights, specs, residents)
     if not everything.why:

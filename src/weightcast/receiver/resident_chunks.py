@@ -26,11 +26,7 @@ Lookup = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Some elements of one route's region, from byte ``offset`` of a chunk on.
-
-    Attributes:
-        first: First element of the region, in the order of its dimensions.
-    """
+    """Elements of a route's region, in the order of its dimensions from ``first`` on, at byte ``offset`` of a chunk."""
 
     route: int
     first: int
@@ -39,11 +35,7 @@ class _Slot:
 
 
 class ResidentChunks:
-    """The chunks of one rank.
-
-    Attributes:
-        layout: Hash of everything that two ranks must have alike for their chunks to be the same parts.
-    """
+    """The chunks of one rank.  Two ranks with the same hash ``layout`` have the same parts in theirs."""
 
     def __init__(
         self, routes: Sequence[Route], tensor: Lookup, *, tp_size: int, chunk_bytes: int = CHUNK_BYTES

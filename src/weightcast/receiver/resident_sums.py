@@ -85,11 +85,7 @@ class ResidentSums:
     def completed(
         self, sums: torch.Tensor, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]
     ) -> HeldSums:
-        """As ``held``, with the sums of all copies as they were made; only constants are read.  Waits for the device.
-
-        Args:
-            sums: int64 ``[copies]`` on any device.
-        """
+        """As ``held``, with the sums of all copies as they were made: int64 ``[copies]``; only constants are read."""
         totals = sums.cpu()
         if self._constants is not None:
             totals = torch.cat([totals, self._constants.held(place, device, tensors).totals])

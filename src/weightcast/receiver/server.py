@@ -128,10 +128,8 @@ class Late:
 def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
     """Returns the routes of an update.
 
-    Args:
-        engine: The session handler that carries out the messages.
-        score: Returns the log-probability of each token but the first, given those before it, under the live weights;
-            None if the engine cannot.
+    ``score`` returns the log-probability of each token but the first, given those before it, under the live weights;
+    None if the engine cannot.
     """
     router = APIRouter(
         prefix="/weightcast", tags=["weights"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU

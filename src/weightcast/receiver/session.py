@@ -178,11 +178,7 @@ class SessionHandler:
 
     @contextmanager
     def between_updates(self) -> Generator[None]:
-        """Keeps updates out while something else moves the weights (sleep, for one); a new update waits.
-
-        Raises:
-            Refused: An update is under way.
-        """
+        """Keeps updates out while something else moves the weights (sleep, for one); ``Refused`` during one."""
         check_idle(self._session)
         with self._busy:
             check_idle(self._session)
@@ -192,10 +188,7 @@ class SessionHandler:
     def discarded(self, why: str) -> None:
         """Quarantines an engine that has dropped its weights, until the next full update.  The caller pauses it.
 
-        Called inside ``between_updates``.
-
-        Args:
-            why: What happened and what to do, for ``EngineInfo.message``.
+        Called inside ``between_updates``; ``why`` says what happened and what to do.
         """
         self._engine.discard(why)
         self._events.look(self._session, self._last)
@@ -213,10 +206,7 @@ class SessionHandler:
     def replaced(self, why: str) -> None:
         """Lets an engine serve whole weights that came past this session, at no known version.
 
-        Called inside ``between_updates``.
-
-        Args:
-            why: How they came, for ``EngineInfo.message``.
+        Called inside ``between_updates``; ``why`` says how they came.
         """
         self._engine.replace(why)
         self._events.look(self._session, self._last)
@@ -229,9 +219,7 @@ class SessionHandler:
     def read_chunk(self, message: ReadChunk) -> bytes:
         """Returns a chunk of one rank's live weights, while the engine generates.  An update waits for one chunk.
 
-        Raises:
-            Refused: The engine does not serve the version that was asked for, or a rank refused.
-            EngineFailure: A rank is gone.
+        ``Refused`` says that the engine serves another version or a rank refused, ``EngineFailure`` that one is gone.
         """
         # An update that waits for its trainer keeps the lock; the other engine must not wait as long.
         if not self._busy.acquire(timeout=_READ_CHUNK_S):
@@ -246,12 +234,7 @@ class SessionHandler:
         return acks[message.rank].part
 
     def boxes(self) -> WantedBoxes:
-        """The boxes of the source tensors that ranks want.
-
-        Raises:
-            Refused: A rank cannot say.
-            EngineFailure: A rank is gone.
-        """
+        """The boxes of the source tensors that ranks want; raises as ``read_chunk``."""
         with self._busy:
             acks = self._executor.apply(TellBoxes(), timeout_s=_READ_CHUNK_S)
         check_all(acks)
@@ -539,8 +522,7 @@ class SessionHandler:
     def _go_on(self, session: OpenSession, resume: Callable[[], None]) -> float:
         """Drops caches and resumes with the new weights; returns the seconds of the pause.
 
-        Raises:
-            Exception: The engine's hooks failed; the engine is quarantined with the new version.
+        If the hooks fail, it raises their error, and the engine is quarantined with the new version.
         """
         try:
             self._engine.hooks.drop_caches()

@@ -67,20 +67,11 @@ class Shares:
         summed: bool,
         interrupted: Callable[[], bool],
     ) -> float:
-        """Reads and loads the share of one bucket; done when it returns.
+        """Reads and loads the share of one bucket; returns when its bytes had arrived, by ``time.monotonic``.
 
-        Args:
-            timeout_s: Deadline of messages or remote reads, in seconds.
-            interrupted: True once the update is over.
-
-        Returns:
-            Time at which the bytes had arrived (``time.monotonic``).
-
-        Raises:
-            Refused: The parts are not the whole bucket exactly once, or the update is over.
-            MappingFailed: A trainer rank's buffer cannot be mapped.
-            RemoteReadFailed: A trainer rank's buffer cannot be read.
-            DeadlineExceeded, GroupFailed: A trainer rank fell silent or died.
+        ``interrupted`` is True once the update is over.  It raises Refused then, or if the parts are not the whole
+        bucket exactly once; MappingFailed or RemoteReadFailed if a trainer rank's buffer cannot be mapped or read;
+        DeadlineExceeded or GroupFailed if a trainer rank fell silent or died.
         """
         copies = self.loader.copies
         if copies:

@@ -244,10 +244,8 @@ class Staging:
         A set on the device exchanges pointers of large parameters and, in one launch, contents of small ones.  The
         parameter objects stay, but the storage of the large ones changes, so a finisher must capture graphs again.
         With ``keep_storage`` all contents are exchanged, or other memory is mapped to the addresses of parameters that
-        were moved.  With a set on the host, contents are exchanged chunk by chunk.
-
-        Raises:
-            Exception: A copy failed, in torch's words.  The live set is then a mixture until ``undo``.
+        were moved.  With a set on the host, contents are exchanged chunk by chunk.  If a copy fails, the live set is a
+        mixture until ``undo``.
         """
         self._reset_progress()
         self.look()
@@ -275,13 +273,10 @@ class Staging:
         self._turn(before)
 
     def undo(self) -> None:
-        """Undoes the last flip.  A second call does nothing.
+        """Undoes the last flip.  A second call does nothing, and one that failed can be repeated.
 
-        If contents were copied in chunks, both sets hold the old version afterwards.  A call that failed can be
-        repeated.
-
-        Raises:
-            Exception: A copy failed, in torch's words.  The live set is then still a mixture.
+        If contents were copied in chunks, both sets hold the old version afterwards.  If a copy fails, the live set is
+        still a mixture.
         """
         self.look()
         before = self._placing

@@ -54,10 +54,7 @@ def bytes_of(option: str, value: object) -> int:
 
 
 def wire_dtype_of(value: object) -> torch.dtype | None:
-    """Returns the option ``wire_dtype``, a torch dtype, its name or a short form (``"bf16"``), as a dtype.
-
-    None stays None.  Raises ``ConfigError`` for anything else.
-    """
+    """``wire_dtype``, a torch dtype, its name or a short form (``"bf16"``), as a dtype; None stays, else ConfigError."""
     if value is None:
         return None
     if isinstance(value, torch.dtype):
@@ -71,11 +68,7 @@ def wire_dtype_of(value: object) -> torch.dtype | None:
 
 
 def targets_of(targets: Targets) -> tuple[Target, ...]:
-    """Returns the targets, from one or several, each a ``Target`` or a URL.
-
-    Raises:
-        ConfigError: The list is empty, names a target twice, or has a malformed URL.
-    """
+    """The targets, one or several, each a ``Target`` or a URL; ConfigError for none, a repeated or malformed one."""
     listed = (targets,) if isinstance(targets, str | Target) else tuple(targets)
     if not listed:
         raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
@@ -86,15 +79,11 @@ def targets_of(targets: Targets) -> tuple[Target, ...]:
 
 
 def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callable[[], None]]:
-    """Returns an exporter for a model, and the function that closes it.
+    """Returns an exporter for a model, and the function that closes it; ConfigError if there is none.
 
-    Args:
-        model: A module, a ``state_dict`` with a checkpoint's names, the path of a safetensors checkpoint, or an
-            exporter, which the caller closes.
-        wire_dtype: Wire name of the dtype that floating-point tensors are cast to; None for no cast.
-
-    Raises:
-        ConfigError: The model is none of these, cannot be exported, or is an exporter, which has dtypes of its own.
+    The model is a module, a ``state_dict`` with a checkpoint's names, the path of a safetensors checkpoint, or an
+    exporter, which has dtypes of its own and which the caller closes.  Floats are cast to ``wire_dtype``; None for no
+    cast.
     """
     dtype = DTYPES[wire_dtype] if wire_dtype is not None else None
     if isinstance(model, nn.Module):
@@ -125,10 +114,7 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
 def with_draft(
     exporter: Exporter, release: Callable[[], None], draft: Model, wire_dtype: str | None
 ) -> tuple[Exporter, Callable[[], None]]:
-    """Returns an exporter for a model and its draft, and the function that closes what was made for them.
-
-    The draft, the dtype and the errors are as for ``exporter_of``; ``release`` closes the model's exporter.
-    """
+    """An exporter for a model and its draft, and the function that closes both; as ``exporter_of``."""
     try:
         other, close = exporter_of(draft, wire_dtype)
     except ConfigError:
@@ -149,12 +135,8 @@ def with_draft(
 def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporter, Callable[[], None], AdapterRequest]:
     """Returns an exporter for a LoRA adapter, the function that closes it, and the request for a place in engines.
 
-    Args:
-        model: One of PEFT's models, or an ``AdapterExporter`` with ``scaled=True``.
-        name: Name under which engines serve the adapter; also PEFT's, if the model has several.
-
-    Raises:
-        ConfigError: The model has no such adapter, or engines cannot take it.
+    The model is one of PEFT's, or an ``AdapterExporter`` with ``scaled=True``.  Engines serve the adapter as ``name``,
+    which is PEFT's too if the model has several.  ConfigError says that it has none, or engines cannot take it.
     """
     if isinstance(model, nn.Module):
         known = adapters_of(model)

@@ -46,15 +46,10 @@ class Attempts:
     def run(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:
         """Repeats attempts until the update is over.  Collective: every trainer rank calls it.
 
-        ``version`` counts on the head alone, and ``head`` is None on other ranks.
-
-        Returns:
-            The last attempt's result, the same on every rank; the head's report has the timeline as well.  If it has a
-            ``choice``, the caller makes another stream and calls this again.
-
-        Raises:
-            TrainerRankFailed: Another trainer rank failed.
-            UpdateFailed: Another trainer rank failed after the engines had switched; on the head only.
+        ``version`` counts on the head alone, and ``head`` is None on other ranks.  All return the last attempt's
+        result; the head's report has the timeline as well.  If it has a ``choice``, the caller makes another stream and
+        calls this again.  TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that
+        was after the switch.
         """
         while True:
             result = self._attempt(version, head, stream)

@@ -29,12 +29,8 @@ def choose_bucket_bytes(
 ) -> int:
     """Returns the size of a bucket: the caller's or the default, within ``max_extra_bytes``.
 
-    Args:
-        large: As for ``default_bucket_bytes``.
-        free_bytes: Likewise.
-
-    Raises:
-        ConfigError: The limit or the free memory is too low, or the exporter does not know the memory that it takes.
+    ``large`` and ``free_bytes`` are those of ``default_bucket_bytes``.  It raises ConfigError if the limit or the free
+    memory is too low, or the exporter does not know the memory that it takes.
     """
     limit, size = config.max_extra_bytes, config.bucket_bytes
     if size is None:

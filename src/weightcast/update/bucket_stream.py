@@ -44,12 +44,9 @@ _NUM_SLOTS = 2
 
 
 class _Go(msgspec.Struct, frozen=True):
-    """The head's word before each bucket.
+    """The head's word before each bucket: its index, None to stop, and the groups that trainer ranks send in.
 
-    Attributes:
-        index: The bucket that comes next; None to stop, because the update has failed.
-        groups: Names of the groups in which trainer ranks send to engine ranks.
-        invited: Groups that must be made before.
+    Those in ``invited`` must be made before.
     """
 
     index: int | None
@@ -123,13 +120,10 @@ class BucketStream:
         """Allocates nothing yet.
 
         Args:
-            layouts: Layouts of the buckets, the same on every rank.
-            head: Sends the buckets; None on ranks other than the head.
             num_mapped: Number of layouts, the first ones, whose tensors engines read where the trainer keeps them.
             verifies: True if the sums of this rank's shards are needed.
             check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
-            timeout_s: Deadline of one wait for engine ranks, in seconds.
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
         """
         self._exporter = exporter
@@ -496,9 +490,7 @@ class BucketStream:
     def _gather_mapped(self, layout: BucketLayout) -> list[Shared]:
         """Gathers the handles to all ranks' own memory on the head, and the parts in it.
 
-        Raises:
-            ConfigError: A part cannot be read where it lies.
-            NotFinite: Weights are NaN or infinite.
+        It raises ConfigError if a part cannot be read where it lies, and NotFinite.
         """
         lying = self._mapped.look(layout)
         if self._checks_finite:

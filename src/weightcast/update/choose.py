@@ -130,9 +130,7 @@ class Plan:
     def choose(self) -> Choice:
         """Probes every target; chooses the transport and everything that it needs.
 
-        Raises:
-            ConfigError: The weights do not fit an engine, or no transport reaches all of them.
-            TargetUnreachable, TargetRejected, TargetsFailed: Engines do not answer, or refuse.
+        It raises ConfigError if weights do not fit an engine or no transport reaches all, else the errors of targets.
         """
         infos = self.probe(self.urls)
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
@@ -143,11 +141,7 @@ class Plan:
         return self._choose_for(healthy)
 
     def choose_again(self) -> Choice:
-        """As ``choose``, for the targets that were planned for, without transports that failed; asks nothing.
-
-        Raises:
-            ConfigError: The transports that are left do not fit together.
-        """
+        """As ``choose``, asking nothing, for the targets that were planned for, without transports that failed."""
         return self._choose_for({url: link.info for url, link in self.links.items() if link.planned})
 
     def _choose_for(self, healthy: Mapping[str, EngineInfo]) -> Choice:

@@ -148,16 +148,13 @@ def make_plan(
     """Makes the plan for some tensors.  ``Plan`` explains the arguments of the same names.
 
     Args:
-        specs: Tensors that are sent.
-        bucket_bytes: Size of a bucket; None takes the one that ``connect`` chooses for ipc on GPUs.
         most_bytes: Size above which a bucket does not keep to a limit of extra memory; None for no limit.
         computed: True if values are computed on the way, such as by quantising.
         tp: Ranks of each engine.
         cell_ranks: As ``UpdateConfig.cell_ranks``.
         hosts: Number of hosts that trainer ranks and engine ranks are spread over.
 
-    Raises:
-        ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
+    It raises ConfigError if a tensor, or a row of one that may be cut, is larger than a bucket.
     """
     from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
     from weightcast.transports.broadcast import SPEC as BROADCAST

@@ -31,12 +31,9 @@ class FiniteCheck:
         self._spans_of(layout, frozenset(lent))
 
     def check(self, bucket: Bucket) -> None:
-        """Checks a filled bucket.  Waits for the bucket's device.
+        """Checks a filled bucket; NotFinite names tensors with NaN or infinite values.  Waits for its device.
 
         Integers and 8-bit floats pass: the scales of 8-bit floats are not finite if their weights are not.
-
-        Raises:
-            NotFinite: Values of these tensors are NaN or infinite.
         """
         layout, lent = bucket.layout, frozenset(bucket.lent)
         runs = [bucket.data[start:end].view(dtype) for start, end, dtype in self._spans_of(layout, lent)]

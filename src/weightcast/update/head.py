@@ -247,8 +247,7 @@ class Head:
     def _find_in_cell(self, error: WeightcastError, links: Sequence[Link]) -> dict[str, WeightcastError]:
         """Returns the targets of a cell because of which it has failed, each with its own failure.
 
-        Raises:
-            WeightcastError: One that another transport may reach, for which the whole attempt is repeated.
+        The failure of one that another transport may reach is raised: the whole attempt is repeated for it.
         """
         urls = [link.url for link in links]
         named = {engine_of(failure): failure for failure in failures_of(error) if not only_its_group(failure)}

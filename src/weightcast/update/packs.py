@@ -26,12 +26,7 @@ Parts = Sequence[tuple[int, Box]]
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """The pieces of one bucket.
-
-    Attributes:
-        parts: Number of the slot and box of each part that engines get from this rank.
-        starts: First byte of each pack.
-    """
+    """The pieces of one bucket: of the parts (slot and box) of this rank, with the first byte of each pack."""
 
     layout: BucketLayout
     parts: Parts

@@ -50,11 +50,9 @@ class Preparation:
         transport_of: Callable[[str], TransportSpec],
         parts: Sequence[SharedParts],
     ) -> None:
-        """Sends the plan to every engine that takes it.
+        """Sends the plan to every engine that takes it; ``transport_of`` is the transport to a URL.
 
-        Args:
-            transport_of: The transport that reaches an engine, by its URL.
-            parts: What each trainer rank gives of each bucket, where engine ranks get shares; else empty.
+        ``parts`` is what each trainer rank gives of each bucket, where engine ranks get shares; else empty.
         """
         plan = plan if in_flight_to(links) > 1 else plan.without_runs
         messages: dict[tuple[Way, str], Prepare] = {}
@@ -107,11 +105,8 @@ def _count(parts: Sequence[SharedParts]) -> int:
 class SendPlan:
     """The tables of an update, and what the buckets need on their way.
 
-    Attributes:
-        tables: The plan in the form of the wire.
-        lent: Names of each bucket's zero-copy tensors, in order; empty if there are none.
-        sums: The digest sums of the buckets.
-        finite: The check of whole buckets for values that are not finite.
+    It is kept as long as the tables of its buckets and the names of its zero-copy tensors (``lent``, by bucket) stay
+    alike, and the same engines are reached in the same way.  All that it has goes with it.
     """
 
     def __init__(

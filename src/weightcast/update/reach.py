@@ -33,12 +33,7 @@ class Reach:
         places: Sequence[str],
         hosts: Sequence[str],
     ) -> None:
-        """Nothing is chosen yet.
-
-        Args:
-            places: UUID of each trainer rank's device; the first is the head's.
-            hosts: Id of each trainer rank's host; empty if all run on this one.
-        """
+        """Nothing is chosen yet; ``places`` and ``hosts`` are those of ``Placement``."""
         self._config = config
         self._exporter = exporter
         self._specs = tuple(specs)
@@ -86,10 +81,7 @@ class Reach:
         """Chooses each target's transport; returns the URLs by transport, best first.
 
         ``"auto"`` takes one that leaves shards where they are only if it suits all targets.  Otherwise each target gets
-        the best of those that send gathered buckets.
-
-        Raises:
-            ConfigError: No transport reaches a target.
+        the best of those that send gathered buckets.  It raises ConfigError if none reaches a target.
         """
         asked = self._config.transport
         left = set[str]().union(*(self._left.get(link.url, ()) for link in links))
@@ -107,11 +99,7 @@ class Reach:
     def choose_late(self, link: Link, *, planned: bool) -> None:
         """Chooses the transport of a target that was away, or was another engine, when the others were chosen.
 
-        Args:
-            planned: True if buckets were planned for the host that it runs on.
-
-        Raises:
-            ConfigError: It would need buffers or a primitive that were not planned.
+        ``planned`` is True if buckets were planned for its host.  ConfigError says that it needs what was not planned.
         """
         self._chosen[link.url] = self._late(link, planned=planned)
 

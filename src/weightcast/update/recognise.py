@@ -41,9 +41,8 @@ async def recognise_on_loop(
 ) -> EngineInfo:
     """Returns the description of the engine behind a client; ``Target.engine`` narrows the kinds that are tried.
 
-    Args:
-        timeout_s: Deadline of each kind's requests, in seconds; None takes the client's.
-        adapter: LoRA adapter that the engine is to take, and that is described then; None for the engine's model.
+    ``timeout_s`` limits each kind's requests; None takes the client's.  With ``adapter``, the engine is to take a LoRA
+    adapter, which is described then.
 
     Raises:
         ConfigError: ``Target.engine`` names no kind, or the server is not an engine that weightcast can update.

@@ -175,11 +175,7 @@ class Sessions:
         return tuple(self._transport.members) if isinstance(self._transport, Exchanging) else ()
 
     def connect(self) -> dict[Invited, UpdateGroup]:
-        """Makes the groups to which the other trainer ranks are ``invited``; returns those that came about.
-
-        Raises:
-            TargetError, TargetsFailed, DeadlineExceeded: Targets could not join.
-        """
+        """Makes the groups to which the other trainer ranks are ``invited``; returns those that came about."""
         transport = self._transport
         assert isinstance(transport, Exchanging)
         invited = transport.invited
@@ -189,10 +185,9 @@ class Sessions:
         return {one: members[one.group] for one in invited if one.group in members}
 
     def lost(self, failures: Mapping[str, str]) -> None:
-        """Ends the transfers in groups in which a trainer rank's messages failed, by name of the group.
+        """Ends the transfers in groups, by name, in which a trainer rank's messages failed.
 
-        Raises:
-            WeightcastError: The cause, unless it is that of one cell alone.
+        It raises the cause, unless it is that of one cell alone.
         """
         transport = self._transport
         assert isinstance(transport, Exchanging)
@@ -226,18 +221,11 @@ class Sessions:
         return self._resent_bytes + self.exchanged_again + sum(cell.resent_bytes for cell in self._cells)
 
     def mend(self, find: Find, leave_out: LeaveOut, *, over: bool) -> Mended | None:
-        """Rebuilds every cell that has failed, without the targets because of which.
+        """Rebuilds every cell that has failed, without the targets because of which, which ``find`` returns.
 
-        Args:
-            find: Returns the targets of a cell because of which it has failed, with the failure of each.
-            leave_out: Told of targets that take no further part; their sessions are over when it returns.
-            over: True if every bucket was sent, so that a cell that has all of them needs no group any more.
-
-        Returns:
-            The index of the first bucket that rebuilt cells get again, and their targets; None if there are none.
-
-        Raises:
-            WeightcastError: Something else failed than a cell, or no target would be left.
+        ``leave_out`` is told of them, and their sessions are over when it returns.  ``over`` says that every bucket was
+        sent, so that a cell that has all of them needs no group any more.  None means that no cell was rebuilt.  A
+        WeightcastError says that something else failed than a cell, or no target would be left.
         """
         transport = self._transport
         if not isinstance(transport, Mending):
@@ -292,11 +280,9 @@ class Sessions:
         return await link.close(buckets=self.num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
 
     async def commit_again(self, link: Link, outcome: Outcome, lost: WeightcastError) -> Ack:
-        """Returns the answer to a Commit whose first answer was lost.
+        """Returns the answer to a Commit whose first answer was lost; TargetRejected if it has not switched.
 
-        Raises:
-            WeightcastError: ``lost``, if the engine cannot be asked or does not know; its outcome is in doubt then.
-            TargetRejected: The engine has not switched.
+        ``lost`` is raised if the engine cannot be asked or does not know; its outcome is in doubt then.
         """
         outcome.in_doubt = True
         if not link.adapter.leased:

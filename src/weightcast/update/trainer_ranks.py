@@ -28,9 +28,7 @@ class TrainerRanks:
         """Waits until every rank has come to the same call, before any engine is asked for anything.
 
         A call that failed on any rank has ended the ranks' group on all of them.  So this renews the group.
-
-        Raises:
-            TrainerRankFailed: A rank did not come.
+        TrainerRankFailed says that a rank did not come.
         """
         patience_s = self._timeout_s * FOLLOW_DEADLINES
         if self.group.failed:

@@ -60,12 +60,7 @@ class Verifier:
         return self._sent.digest if self._sent else None
 
     def served(self) -> float | None:
-        """Notes that targets serve what was sent.
-
-        Returns:
-            The share of the bytes that lie in tensors, or rows of them in one bucket, which have changed since the
-            update before; None if that is not known.
-        """
+        """Notes that targets serve what was sent; returns ``UpdateReport.changed_ratio``."""
         changed, self._served = self._sent.changed_from(self._served), self._sent
         return changed
 
@@ -102,11 +97,7 @@ class Verifier:
         return mute and self._config.verify != "none"
 
     def add(self, bucket: Bucket) -> None:
-        """Digests a bucket.  The caller sends it afterwards, so a bit that flips later cannot go unseen.
-
-        Raises:
-            NotFinite: Weights in it are NaN or infinite.
-        """
+        """Digests a bucket before it is sent, so a bit that flips later cannot go unseen; NotFinite as ``FiniteCheck``."""
         if not self._plan.reach.best.scattered and checks_finite(self._config, bucket.data.device):
             self._finite.check(bucket)
         if self._config.verify != "none":
@@ -120,9 +111,7 @@ class Verifier:
     def finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> Sent:
         """Compares the buckets with the trainer ranks' shards; returns the digests of everything sent, if it verifies.
 
-        Args:
-            sources: Sums of each bucket by all trainer ranks, in order; empty without proof.
-            buckets: Sums of each bucket's slots by other ranks that have the bucket, by rank.
+        ``sources`` and ``buckets`` are those of ``SentDigests.finish``.
         """
         self._sources = sources
         return self._digests.finish(sources, buckets) if self._config.verify != "none" else Sent()
@@ -142,11 +131,9 @@ class Verifier:
     ) -> None:
         """Compares each target's answer to Close, which all have given, with what was sent.
 
-        ``close_by_name`` asks a target again, for the digest of each tensor.
-
-        Raises:
-            ConfigError: The weights are not those of the version that targets were to be brought to.
-            VerificationFailed, TargetsFailed: Targets received something else.
+        ``close_by_name`` asks a target again, for the digest of each tensor.  It raises ConfigError if the weights are
+        not those of the version that targets were to be brought to, else the errors of targets that received something
+        else.
         """
         self._sent = sent
         # One version with two sets of weights is what versions are there to prevent.

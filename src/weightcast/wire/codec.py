@@ -179,7 +179,7 @@ def _described(data: bytes) -> EngineInfo:
 
 
 def specs_hash(info: EngineInfo) -> str:
-    """The hash under which this process has the specs of a description that it decoded; empty if it has them no more.
+    """The hash under which this process has the specs of a decoded description; empty if it has them no more.
 
     An engine that is told the hash leaves the specs out.
     """
@@ -192,13 +192,9 @@ def decode_ack(data: bytes) -> Ack:
 
 
 def decode_rank_ack(data: bytes, tables: MutableMapping[str, HeldTable] | None = None) -> RankAck:
-    """Decodes an engine rank's answer.
+    """Decodes an engine rank's answer; WireError if the bytes are none, or name a table that did not come.
 
-    ``tables`` has the tables of parts that came with earlier answers, by hash, and takes the one that comes with this
-    one.
-
-    Raises:
-        WireError: The bytes are no such answer, or name a table that did not come.
+    ``tables`` has the tables of parts that came with earlier answers, by hash, and takes the one in this.
     """
 
     def read(data: bytes) -> RankAck:
@@ -215,11 +211,9 @@ def decode_info(data: bytes) -> EngineInfo:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Decodes a trainer's message and checks every field.
+    """Decodes a trainer's message and checks every field; WireError names the field that is wrong.
 
-    Raises:
-        WireError: The message is too large, is not JSON, or is none of these messages; the text names the field.
-        UnknownPlan: The message names a plan or a source that this process does not have.
+    UnknownPlan says that it names a plan or a source that this process does not have.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"the message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")

@@ -92,12 +92,9 @@ def form_of(held: HeldSums, known: Collection[str]) -> HeldForm:
 
 
 def held_of(form: HeldForm, tables: MutableMapping[str, HeldTable]) -> HeldSums:
-    """Returns the sums of a form.
+    """Returns the sums of a form; ``tables`` are those here, by hash, and takes the one that came with it.
 
-    ``tables`` are those that this process has, by hash; it takes the one that came with the form.
-
-    Raises:
-        WireError: The table is unknown or has another hash, or there is not one sum for each part.
+    WireError says that the table is unknown or has another hash, or there is not one sum for each part.
     """
     if form.parts is not msgspec.UNSET:
         table = HeldTable(_parts.decode(form.parts))

@@ -178,11 +178,10 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     size_bytes: Size
 
     def check(self) -> None:
-        """Refuses a layout that no weightcast sender would make.
+        """Refuses, with a WireError, a layout that no weightcast sender would make.
 
-        Raises:
-            WireError: A slot is misaligned, overlaps, leaves the bucket or has rows its tensor has not; a tensor has
-                two slots; or the bucket is much larger than what it carries.
+        In such a one a slot is misaligned, overlaps, leaves the bucket or has rows its tensor has not; a tensor has two
+        slots; or the bucket is much larger than what it carries.
         """
         end = 0
         names: set[str] = set()
@@ -237,9 +236,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Packing) -> list[BucketLayout]:
     """Fills buckets with tensors in the order given; one dtype after the other where a bucket may carry only one.
 
-    Raises:
-        ConfigError: A tensor (or, where tensors may be cut, one row of it) does not fit into a bucket;
-            the text says how large a bucket has to be.
+    ConfigError says how large a bucket has to be for a tensor (or, where it may be cut, a row of it) to fit.
     """
     buckets: list[BucketLayout] = []
     slots: list[TensorSlot] = []

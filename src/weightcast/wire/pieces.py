@@ -118,11 +118,9 @@ class PieceMessage:
 def plan_message(
     layout: BucketLayout, parts: Sequence[tuple[int, Box]], wanted: Wanted, *, read: bool = False
 ) -> PieceMessage:
-    """Works out a message, the same at both ends.
+    """Works out a message, the same at both ends, from number of the slot and box of each of the rank's parts.
 
-    Args:
-        parts: Number of the slot and box of each part that the trainer rank has.
-        read: True if the engine rank reads the pieces by itself, in any number of runs; only short runs are packed.
+    With ``read`` the engine rank reads the pieces by itself, in any number of runs; only short runs are packed.
     """
     packed: list[tuple[int, int, Box, int]] = []
     straight: list[tuple[int, int, Box, int]] = []

@@ -44,12 +44,7 @@ class _Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan on the wire.
-
-    Attributes:
-        buckets: Size in bytes of each bucket, and its slots: number of the tensor, first byte, first row, rows.
-        bucket_runs: As ``Open.bucket_runs``.
-    """
+    """A plan on the wire; ``bucket_runs`` is as ``Open.bucket_runs``."""
 
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     buckets: Annotated[tuple[_Bucket, ...], Meta(min_length=1, max_length=MAX_BUCKETS)]
@@ -116,11 +111,7 @@ def kept_plan(name: str) -> UpdatePlan:
 
 
 def take_plan(name: str, encoded: bytes) -> UpdatePlan:
-    """Decodes, checks and keeps a plan that came in full.
-
-    Raises:
-        WireError: The plan is malformed, breaks the rules of ``BucketLayout.check``, or has another hash.
-    """
+    """Decodes, checks and keeps a plan that came in full; WireError if it is malformed or has another hash."""
     if hash_of(encoded) != name:
         raise WireError(f"the plan that came with the message is not {name}")
     found = _kept.get(name)

@@ -46,11 +46,7 @@ def _encode(source: Source) -> tuple[bytes, str]:
 
 
 def decode_source(raw: msgspec.Raw) -> Source:
-    """Returns the source of its JSON: the same object for the same bytes, as long as it is kept.
-
-    Raises:
-        msgspec.MsgspecError: The bytes are no source; the text names the field.
-    """
+    """The source of its JSON, the same object for the same bytes as long as it is kept; or a MsgspecError."""
     data = bytes(raw)
     if len(data) < _LEAST_BYTES:
         return _decoder.decode(data)
@@ -63,11 +59,7 @@ def decode_source(raw: msgspec.Raw) -> Source:
 
 
 def kept_source(name: str) -> Source:
-    """Returns a source that this process was sent.
-
-    Raises:
-        UnknownPlan: It was not, or others have taken its place.
-    """
+    """A source that this process was sent; UnknownPlan if it was not, or others have taken its place."""
     found = _decoded.get(name)
     if found is None:
         raise UnknownPlan(f"this process does not have the source {name}; it must be sent in full")

@@ -61,15 +61,11 @@ class BroadcastSource:
         self._entered: _Entered | None = None
 
     def join(self, message: Join, *, rank: int, tells: bytes | None = None) -> None:
-        """Join a group as rank ``first_rank + rank``; ``tells`` as for ``UpdateGroup``.
+        """Joins a group as rank ``first_rank + rank``: ``rank`` is this one's place among its engine's members.
 
-        ``rank`` is this rank's place among the members of its engine.
-
-        Raises:
-            Refused: The group has no such rank, or a living group has that name: whoever joins another under it would
-                send in its members' place.
-            DeadlineExceeded, GroupFailed: The others did not come, or the trainer cannot be reached.
-            ConfigError: The backend is not the one for this rank's device.
+        ``tells`` is as for ``UpdateGroup``, and so are the errors.  ConfigError says that the backend is not that of
+        this rank's device.  Refused says that the group has no such rank, or that a living group has that name: whoever
+        joins another under it would send in its members' place.
         """
         if message.backend != backend_for(self._device):
             raise ConfigError(
@@ -131,9 +127,7 @@ class BroadcastSource:
                 bucket that was ``entered`` can have none.  A broadcast that was given up may write there until it
                 notices; it keeps the memory alive.
 
-        Raises:
-            Refused: There is no such group here.
-            DeadlineExceeded, GroupFailed: The trainer fell silent, died or aborted.
+        Refused says that there is no such group here; other errors are those of ``UpdateGroup.finish``.
         """
         with self._reading_from(name) as group:
             expected = tuple(runs) or (layout.size_bytes,)

@@ -28,8 +28,7 @@ class SharedMemorySource:
     def read_memories(self, handles: Sequence[MemoryHandle]) -> list[torch.Tensor]:
         """Trainer ranks' own memory, flat uint8; no copy.  Mappings that are not named again are closed first.
 
-        Raises:
-            MappingFailed: Memory cannot be mapped here, or its owner has released it.
+        Raises as ``read``.
         """
         named = frozenset(handles)
         for handle in [known for known in self._mappings if known not in named]:
@@ -54,22 +53,14 @@ class SharedMemorySource:
         return {mapping.data.device for mapping in self._mappings.values()}
 
     def read_parts(self, layout: BucketLayout, buffers: Sequence[PartialBuffer]) -> list[torch.Tensor]:
-        """The bucket of each trainer rank, flat uint8, with that rank's own parts.
-
-        Nothing is copied, and the tensors are valid until the sender is answered.
-
-        Raises:
-            MappingFailed: A buffer cannot be mapped here, or is not filled any more; the text says why.
-        """
+        """The bucket of each trainer rank, flat uint8, with that rank's own parts; no copy.  Raises as ``read``."""
         limit = 2 * len(buffers) + _MAX_MAPPINGS
         return [self._open(layout, buffer.handle, limit).data for buffer in buffers]
 
     def read(self, layout: BucketLayout, handles: Sequence[MemoryHandle]) -> Bucket:
         """The bucket, where the sender put it; no copy.  Valid until the sender is answered.
 
-        Raises:
-            MappingFailed: None of the buffers can be mapped here, or the one that is mapped is not filled any more; the
-                text says why.
+        MappingFailed says why memory cannot be mapped here, or that its owner has released it.
         """
         return self._open(layout, self._nearest(handles), _MAX_MAPPINGS)
 

@@ -19,12 +19,9 @@ class PeerSource:
         self._client: Client | None = None
 
     def read(self, message: Fetch, *, rank: int, layout: str, timeout_s: float) -> bytes:
-        """Reads one chunk.
+        """Reads one chunk, given the hash of this rank's layout; ``timeout_s`` limits the whole request.
 
-        ``layout`` is the hash of this rank's layout; ``timeout_s`` limits the whole request.
-
-        Raises:
-            EngineFailure: The peer refused, is gone or did not answer in time; the text names it.
+        EngineFailure names a peer that refused, is gone or did not answer in time.
         """
         asked = ReadChunk(rank=rank, index=message.index, layout=layout, version=message.version, digest=message.digest)
         try:

@@ -32,14 +32,8 @@ class RemoteMemorySource:
     ) -> torch.Tensor:
         """Reads the share as the plan's messages lie in their receive buffer; valid until the next read.
 
-        Args:
-            buffers: The buffers, in the order of the plan's messages.
-            wanted: Name of the boxes that this rank wants, by which it finds its packs.
-            interrupted: True once the update is over.
-
-        Raises:
-            Refused: The update is over.
-            RemoteReadFailed: A buffer is too small or cannot be read.
+        The buffers are in the order of the messages; ``wanted`` names the boxes that this rank wants, by which it finds
+        its packs.  It raises as ``RemoteReader.read``, and for a buffer that is too small.
         """
         packs = tuple(_pack_in(buffer, wanted) for buffer in buffers)
         for buffer, message, pack in zip(buffers, plan.messages, packs, strict=True):
