@@ -70,9 +70,7 @@ class Exporter(Protocol):
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor of an update (Hugging Face name, shape, wire dtype), in one order on all ranks.  No
-        communication.
-        """
+        """Every tensor of an update (name, shape, wire dtype), in one order on all ranks.  No communication."""
         ...
 
     def shards(self) -> Iterator[Shard]:

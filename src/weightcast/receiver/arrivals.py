@@ -38,7 +38,7 @@ class Arrivals:
         self._followed, self._whole = [], []
 
     def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:
-        """Between two updates, looks whether these rows of each bucket are all of these tensors, as ``missing`` would."""
+        """Looks, between updates, whether these rows of each bucket are all of these tensors, as ``missing`` would."""
         if self._abandoned:
             return
         self.begin()

@@ -54,7 +54,7 @@ def bytes_of(option: str, value: object) -> int:
 
 
 def wire_dtype_of(value: object) -> torch.dtype | None:
-    """``wire_dtype``, a torch dtype, its name or a short form (``"bf16"``), as a dtype; None stays, else ConfigError."""
+    """``wire_dtype``, a torch dtype, its name or a short form (``"bf16"``), as a dtype; else ConfigError."""
     if value is None:
         return None
     if isinstance(value, torch.dtype):

@@ -97,7 +97,7 @@ class Verifier:
         return mute and self._config.verify != "none"
 
     def add(self, bucket: Bucket) -> None:
-        """Digests a bucket before it is sent, so a bit that flips later cannot go unseen; NotFinite as ``FiniteCheck``."""
+        """Digests a bucket before it is sent, so a bit that flips later cannot go unseen; may raise NotFinite."""
         if not self._plan.reach.best.scattered and checks_finite(self._config, bucket.data.device):
             self._finite.check(bucket)
         if self._config.verify != "none":
