@@ -114,13 +114,7 @@ class NcclTensors:
     """Tensors over NCCL, on the current stream."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        failure: FailureState,
-        device: torch.device,
-        rank: int,
-        world_size: int,
+        self, group: dist.ProcessGroup, *, failure: FailureState, device: torch.device, rank: int, world_size: int
     ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._failure = failure

@@ -348,10 +348,7 @@ class UpdateGroup:
 
     def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
         return DeadlineExceeded(
-            who=f"group {self.name}",
-            waiting_for=waiting_for,
-            timeout_s=timeout_s,
-            hint=WHERE_TO_LOOK,
+            who=f"group {self.name}", waiting_for=waiting_for, timeout_s=timeout_s, hint=WHERE_TO_LOOK
         )
 
     def _waited(self, timeout_s: float, what: str) -> DeadlineExceeded:

@@ -24,16 +24,7 @@ import triton.language as tl
 from weightcast.digest.coefficients import GOLDEN, MIX_1, MIX_2, SEED_A, SEED_B
 from weightcast.digest.exchange import Exchange
 from weightcast.digest.far_copies import FarCopies, FarCopy, far_copy
-from weightcast.digest.jobs import (
-    ALIGNED,
-    COLS,
-    NARROW,
-    Job,
-    Plan,
-    plans_of,
-    plans_of_transfers,
-    rows_of_runs,
-)
+from weightcast.digest.jobs import ALIGNED, COLS, NARROW, Job, Plan, plans_of, plans_of_transfers, rows_of_runs
 from weightcast.digest.pieces import Piece, Transfer, grid_of
 from weightcast.digest.templates import Placed
 from weightcast.runtime.pace import slices
@@ -164,12 +155,7 @@ def _add_row(low, high, word, row, FUSED: tl.constexpr):
     if FUSED:
         # Written out, the compiler makes a 64 x 64 bit product of it.
         low = tl.inline_asm_elementwise(
-            "mad.wide.s32 $0, $1, $2, $3;",
-            "=l,r,r,l",
-            [word, a_low, low],
-            dtype=tl.int64,
-            is_pure=True,
-            pack=1,
+            "mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", [word, a_low, low], dtype=tl.int64, is_pure=True, pack=1
         )
     else:
         low += word.to(tl.int64) * a_low.to(tl.int64)

@@ -17,14 +17,7 @@ from functools import cached_property
 import torch
 
 from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, piece_of, sums_of_slots
-from weightcast.digest.definition import (
-    add_partial,
-    as_unsigned,
-    finish,
-    model_digest,
-    partial_sums,
-    sha256_digest,
-)
+from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest, partial_sums, sha256_digest
 from weightcast.digest.source_sums import Folded, Mismatch, merged
 from weightcast.errors import TrainerMismatch, some
 from weightcast.runtime.scratch import Scratch

@@ -111,9 +111,7 @@ def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: fro
     names = tuple(slot.spec.name for slot in plan.layout.slots if slot.spec.name in lent)
     sizes = {slot.spec.name: slot.size_bytes for slot in plan.layout.slots} if names else {}
     bucket = Bucket(
-        plan.layout,
-        flat_stand_in(plan.layout.size_bytes),
-        lent={name: flat_stand_in(sizes[name]) for name in names},
+        plan.layout, flat_stand_in(plan.layout.size_bytes), lent={name: flat_stand_in(sizes[name]) for name in names}
     )
     transfers, ends, rest = _transfers_of(bucket, plan, near.__getitem__)
     written = {name: 1 + number for number, name in enumerate(plan.parameters)}

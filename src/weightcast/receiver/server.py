@@ -180,10 +180,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
         return _LeaseResponse(engine, message, ack)
 
     @router.get(
-        "/digests",
-        summary="Digest of each live tensor",
-        response_class=Response,
-        responses={200: _ACK, **_FAILURES},
+        "/digests", summary="Digest of each live tensor", response_class=Response, responses={200: _ACK, **_FAILURES}
     )
     async def digests() -> Response:
         return _answer(await run_in_threadpool(engine.apply, Readback()))

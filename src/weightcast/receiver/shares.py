@@ -123,13 +123,7 @@ class Shares:
         return arrived
 
     def _take_legs(
-        self,
-        layout: BucketLayout,
-        source: OwnLegs,
-        *,
-        timeout_s: float,
-        summed: bool,
-        interrupted: Callable[[], bool],
+        self, layout: BucketLayout, source: OwnLegs, *, timeout_s: float, summed: bool, interrupted: Callable[[], bool]
     ) -> float:
         """As ``take``, out of buffers of this host and messages from other hosts."""
         near = [(rank, leg.parts, leg.handle) for rank, leg in enumerate(source.legs) if leg.handle is not None]

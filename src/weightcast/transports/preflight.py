@@ -220,8 +220,7 @@ def _check_reach(spec: TransportSpec, placement: Placement) -> None:
     if info.on_several_hosts:
         where = f"runs on several hosts ({', '.join(info.named(rank.rank) for rank in info.ranks)})"
     raise ConfigError(
-        f"{far} {where}; {spec.name} needs {needs}",
-        hint='use broadcast: transport="broadcast", --via broadcast',
+        f"{far} {where}; {spec.name} needs {needs}", hint='use broadcast: transport="broadcast", --via broadcast'
     )
 
 

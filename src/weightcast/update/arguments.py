@@ -152,7 +152,7 @@ def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporte
         exporter = model
     else:
         raise ConfigError(
-            f"adapter={name!r} needs a model of PEFT, or an AdapterExporter(..., scaled=True) with its own wire_dtype",
+            f"adapter={name!r} needs a model of PEFT, or an AdapterExporter(..., scaled=True) with its own wire_dtype"
         )
     return exporter, _nothing, adapter_request(name, exporter.config, tuple(exporter.specs()))
 

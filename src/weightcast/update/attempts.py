@@ -31,11 +31,7 @@ class Attempts:
     """Runs the attempts of one update after the other."""
 
     def __init__(
-        self,
-        exporter: Exporter,
-        group: TrainerGroup,
-        ranks: TrainerRanks,
-        timeline: TimelineRecorder,
+        self, exporter: Exporter, group: TrainerGroup, ranks: TrainerRanks, timeline: TimelineRecorder
     ) -> None:
         self._exporter = exporter
         self._group = group

@@ -34,13 +34,7 @@ def choose_bucket_bytes(
     """
     limit, size = config.max_extra_bytes, config.bucket_bytes
     if size is None:
-        size = default_bucket_bytes(
-            specs,
-            packing=packing,
-            world_size=world_size,
-            large=large,
-            free_bytes=free_bytes,
-        )
+        size = default_bucket_bytes(specs, packing=packing, world_size=world_size, large=large, free_bytes=free_bytes)
         free = f", {format_bytes(free_bytes)} free on a trainer GPU" if free_bytes else ""
         log.info("buckets of %s for %s%s", format_bytes(size), format_bytes(total_bytes(specs)), free)
     if limit is None or not specs:
@@ -53,11 +47,7 @@ def choose_bucket_bytes(
         )
     try:
         most = bucket_bytes_for(
-            specs,
-            ceiling_bytes=limit,
-            packing=packing,
-            world_size=world_size,
-            work_bytes=WORK_BYTES + computing,
+            specs, ceiling_bytes=limit, packing=packing, world_size=world_size, work_bytes=WORK_BYTES + computing
         )
     except ConfigError as error:
         raise ConfigError(f"max_extra_bytes={limit}: {error.args[0]}", hint=error.hint) from None

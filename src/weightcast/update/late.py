@@ -105,11 +105,7 @@ def _peers(url: str, infos: Mapping[str, EngineInfo], roster: Roster, number: in
 def _copy(target: Target, peers: Sequence[Target], current: Current, config: UpdateConfig) -> PeerCopy:
     assert current.digest is not None
     return copy_from_peer(
-        target,
-        peers,
-        pause=config.pause,
-        timeout_s=config.timeout_s,
-        must_be=(current.version, current.digest),
+        target, peers, pause=config.pause, timeout_s=config.timeout_s, must_be=(current.version, current.digest)
     )
 
 

@@ -214,11 +214,7 @@ class _Copy:
         source = PeerEngine(url=self._peer.target.url, api_key=self._peer.target.api_key or "")
         while True:
             message = Fetch(
-                session=self._link.session,
-                index=self.chunks,
-                peer=source,
-                version=self._version,
-                digest=self._digest,
+                session=self._link.session, index=self.chunks, peer=source, version=self._version, digest=self._digest
             )
             ack = event_loop.run(self._link.ask("fetch", self._adapter.fetch(message), timeout_s=self._timeout_s))
             self.chunks += 1

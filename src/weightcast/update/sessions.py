@@ -366,12 +366,7 @@ class Sessions:
             self._roster.broke_off(link.url, reason, whole=whole)
 
 
-def open_message(
-    config: UpdateConfig,
-    links: Sequence[Link],
-    version: int,
-    plan: UpdatePlan,
-) -> Open:
+def open_message(config: UpdateConfig, links: Sequence[Link], version: int, plan: UpdatePlan) -> Open:
     """Returns the message that opens a new session on these targets."""
     # A receiver that knows the sizes of broadcasts may post bucket n+1's receive before it replies to n, so the sender
     # must not wait for that reply.

@@ -45,10 +45,7 @@ Wanted = dict[str, tuple[WantedBox, ...]]
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(
-    Annotated[
-        dict[str, Annotated[tuple[WantedBox, ...], Meta(max_length=_MAX_ROUTES)]],
-        Meta(max_length=MAX_TENSORS),
-    ]
+    Annotated[dict[str, Annotated[tuple[WantedBox, ...], Meta(max_length=_MAX_ROUTES)]], Meta(max_length=MAX_TENSORS)]
 )
 
 
