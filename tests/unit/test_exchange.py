@@ -221,7 +221,7 @@ def exchange_and_compare(case: dict) -> None:
             trainer.fill(values)
         for loader in loaders:
             loader.begin()
-        num_pieces = [0] * len(loaders)
+        num_pieces, received_bytes = [0] * len(loaders), [0] * len(loaders)
         for end in ends:
             end.begin()
         for layout in layouts:
@@ -251,12 +251,13 @@ def exchange_and_compare(case: dict) -> None:
                             bytearray(data), dtype=torch.uint8
                         )
                 assert next(arriving, None) is None, "more was sent than is wanted"
-                loader.load_messages([received, *(filled[rank] for rank in near)], plan)
+                received_bytes[number] += plan.size_bytes
+                loader.load_scattered([received, *(filled[rank] for rank in near)], plan.copies)
                 num_pieces[number] += sum(len(message.pieces) for message in plan.messages)
         written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
-        for count, loader in zip(num_pieces, loaders, strict=True):
-            share = loader.scattered
-            assert share.received_bytes <= share.read_bytes + count * (pieces.ALIGNMENT_BYTES - 1)
+        for number, loader in enumerate(loaders):
+            gaps = num_pieces[number] * (pieces.ALIGNMENT_BYTES - 1)
+            assert received_bytes[number] <= loader.scattered.read_bytes + gaps
         for model, loader in zip(models, loaders, strict=True):
             assert loader.missing(specs) == []
             loader.commit()

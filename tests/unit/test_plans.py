@@ -8,11 +8,13 @@ import secrets
 import pytest
 
 from weightcast.errors import WireError
+from weightcast.runtime.lru import Lru
+from weightcast.wire import plans
 from weightcast.wire.bucket_sources import BroadcastSource
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Announce, Open, Owner
-from weightcast.wire.plans import UnknownPlan, UpdatePlan, forget_plans
+from weightcast.wire.plans import UnknownPlan, UpdatePlan
 
 SPECS = tuple(TensorSpec(name=f"t{number}", dtype="float32", shape=(number + 1, 4)) for number in range(40))
 
@@ -42,8 +44,13 @@ def announce_of(opened: Open, plan: UpdatePlan, index: int) -> Announce:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known():
-    forget_plans()
+def nothing_known(monkeypatch: pytest.MonkeyPatch):
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drops the plans that this process was sent, as a restart does."""
+    monkeypatch.setattr(plans, "_kept", Lru(1 << 20))
 
 
 def test_messages_of_a_known_plan_carry_nothing_of_its_tensors():
@@ -70,10 +77,10 @@ def test_layouts_of_a_known_plan_are_the_same_objects_in_every_update():
     assert first.layout is second.layout
 
 
-def test_a_process_that_forgot_the_plan_says_so_and_takes_it_again():
+def test_a_process_that_forgot_the_plan_says_so_and_takes_it_again(monkeypatch: pytest.MonkeyPatch):
     plan = plan_of()
     decode(encode(open_of(plan)))
-    forget_plans()
+    forget(monkeypatch)
     with pytest.raises(UnknownPlan, match=plan.hash):
         decode(encode(open_of(plan), named=True))
     with pytest.raises(UnknownPlan, match=plan.hash):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weightcast.digest.definition import model_digest, partial_sums, tensor_digest
 from weightcast.digest.pieces import Piece
 from weightcast.errors import WireError
-from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, fold_received, fold_resident
+from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, fold_received
 from weightcast.wire.answers import RankAck
 from weightcast.wire.box import Box
 from weightcast.wire.codec import decode_rank_ack, encode
@@ -43,49 +43,49 @@ def test_shards_add_up_to_the_whole(weight):
         RankAck(rank=r, held=sums(held("w", weight, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)
     ]
     by_columns = [RankAck(rank=r, held=sums(held("w", weight, slice(0, 8), slice(2 * r, 2 * r + 2)))) for r in range(3)]
-    whole = fold_resident(by_rows)
+    whole = ResidentFold().fold(by_rows)
     assert whole.digests == {"w": tensor_digest(weight), "n": tensor_digest(norm)}
     assert whole.broken == ()
     specs = [TensorSpec.of("n", norm), TensorSpec.of("w", weight)]
     assert whole.digest_of(specs, ()) == model_digest(whole.digests)
     assert whole.digest_of(specs, {"w"}) == model_digest({"n": tensor_digest(norm)})
     assert whole.digest_of([*specs, TensorSpec.of("x", norm)], ()) == ""
-    assert fold_resident(by_columns).digests == {"w": tensor_digest(weight)}
+    assert ResidentFold().fold(by_columns).digests == {"w": tensor_digest(weight)}
 
 
 def test_ranks_that_keep_the_same_part_must_agree(weight):
     other = weight.clone()
     other[3, 3] += 1
     agreeing = [RankAck(rank=r, held=sums(held("w", weight))) for r in range(2)]
-    assert fold_resident(agreeing).digests == {"w": tensor_digest(weight)}
+    assert ResidentFold().fold(agreeing).digests == {"w": tensor_digest(weight)}
     differing = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", other)))]
-    result = fold_resident(differing)
+    result = ResidentFold().fold(differing)
     assert result.broken == ("w",)
     assert result.digests == {}
     assert result.digest_of([TensorSpec.of("w", weight)], ()) == ""
     dtypes = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", weight.double())))]
-    assert fold_resident(dtypes).broken == ("w",)
+    assert ResidentFold().fold(dtypes).broken == ("w",)
 
 
 def test_parts_that_do_not_make_up_the_whole_are_found(weight):
     missing = [RankAck(rank=0, held=sums(held("w", weight, slice(0, 4))))]
-    assert fold_resident(missing).broken == ("w",)
+    assert ResidentFold().fold(missing).broken == ("w",)
     # As many elements as the whole has, but some twice and some not at all.
     double = [RankAck(rank=0, held=sums(held("w", weight, slice(0, 4)), held("w", weight, slice(2, 6))))]
-    assert fold_resident(double).broken == ("w",)
-    assert fold_resident([]).digests == {}
+    assert ResidentFold().fold(double).broken == ("w",)
+    assert ResidentFold().fold([]).digests == {}
 
 
 def test_a_rank_may_keep_nothing_of_a_tensor(weight):
     # Pipeline stages: each tensor lives on one rank only.
     acks = [RankAck(rank=0, held=sums(held("a", weight))), RankAck(rank=1, held=sums(held("b", weight)))]
-    assert fold_resident(acks).digests == {"a": tensor_digest(weight), "b": tensor_digest(weight)}
+    assert ResidentFold().fold(acks).digests == {"a": tensor_digest(weight), "b": tensor_digest(weight)}
 
 
 def test_scalars_and_empty_tensors():
     scalar, empty = torch.tensor(2.5), torch.zeros(0, 3)
     acks = [RankAck(rank=rank, held=sums(held("s", scalar), held("e", empty))) for rank in range(2)]
-    assert fold_resident(acks).digests == {"s": tensor_digest(scalar), "e": tensor_digest(empty)}
+    assert ResidentFold().fold(acks).digests == {"s": tensor_digest(scalar), "e": tensor_digest(empty)}
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +103,7 @@ def test_any_way_of_cutting_gives_the_same_digest(data):
         boxes += [(*box[:dim], half, *box[dim + 1 :]) for half in halves if half.stop > half.start]
     ranks = data.draw(st.integers(1, 3))
     acks = [RankAck(rank=r, held=sums(*(held("w", whole, *box) for box in boxes[r::ranks]))) for r in range(ranks)]
-    assert fold_resident(acks).digests == {"w": tensor_digest(whole)}
+    assert ResidentFold().fold(acks).digests == {"w": tensor_digest(whole)}
 
 
 def test_the_same_tables_with_other_sums_give_other_digests(weight):

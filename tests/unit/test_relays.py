@@ -92,12 +92,12 @@ class Scattered:
 
     def plan_exchange(self, layout: BucketLayout, parts: object) -> Any:
         message = SimpleNamespace(runs=[(0, layout.size_bytes)] if layout.size_bytes else [])
-        return SimpleNamespace(size_bytes=layout.size_bytes, messages=[message], starts=[0])
+        return SimpleNamespace(size_bytes=layout.size_bytes, messages=[message], starts=[0], copies=None)
 
 
 def shares_of(relay: Relay) -> tuple[Groups, Shares]:
     groups = Groups(relay)
-    loader: Any = SimpleNamespace(copies={}, scattered=Scattered(), load_messages=lambda *_, **__: None)
+    loader: Any = SimpleNamespace(copies={}, scattered=Scattered(), load_scattered=lambda *_, **__: None)
     memory: Any = SimpleNamespace(close=lambda: None)
     return groups, Shares(loader, memory, cast(BroadcastSource, groups), CPU)
 

@@ -94,7 +94,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                     )
                     if own in kinds:  # runs are short here, so all of them are in one pack
                         assert len(counts) - before <= len(buffers)
-                    loader.load_messages([received], plan)
+                    loader.load_scattered([received], plan.copies)
             for counts, loader, own in zip(asked, loaders, wanted, strict=True):
                 gaps = 16 * sum(len(boxes) for boxes in decode_wanted(own).values()) * len(trainers) * len(layouts)
                 assert sum(counts) <= loader.scattered.read_bytes + (gaps if own in kinds else 0)

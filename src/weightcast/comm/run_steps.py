@@ -53,44 +53,19 @@ async def converse_on_loop(
     the request's own.  Every other error ends the step: those of ``Client.post_json``.  ``timeout_s`` limits the whole
     step.  ``send`` sends one request; None for plain requests and answers.
     """
-    requests = _requests(client.target.url, steps, timeout_s)
-    try:
-        request, limit = next(requests)
-        while True:
-            try:
-                reply = await (send_plain(client, request, limit) if send is None else send(request, limit))
-            except (TargetRejected, DeadlineExceeded) as error:
-                request, limit = requests.throw(error)
-            else:
-                request, limit = requests.send(reply)
-    except StopIteration as end:
-        return end.value
-    finally:
-        requests.close()
-
-
-def converse(
-    client: Client, steps: Generator[EngineRequest, bytes, _Result], *, timeout_s: float | Deadline
-) -> _Result:
-    """As ``converse_on_loop``, for a thread that waits for the result."""
-    return event_loop.run(converse_on_loop(client, steps, timeout_s=timeout_s))
-
-
-def _requests(
-    url: str, steps: Generator[EngineRequest, bytes, _Result], timeout_s: float | Deadline
-) -> Generator[tuple[EngineRequest, Deadline], bytes, _Result]:
-    """Yields each request of a step with its deadline, and returns the step's result."""
     deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline(timeout_s)
     try:
         request = next(steps)
         while True:
             if deadline.left_s() <= 0:
                 raise DeadlineExceeded(
-                    who=url, waiting_for=f"{request.method} {request.path}", timeout_s=deadline.limit_s
+                    who=client.target.url,
+                    waiting_for=f"{request.method} {request.path}",
+                    timeout_s=deadline.limit_s,
                 )
             limit = deadline if request.timeout_s is None else deadline.at_most(request.timeout_s)
             try:
-                reply = yield request, limit
+                reply = await (send_plain(client, request, limit) if send is None else send(request, limit))
             except TargetRejected as error:
                 request = steps.throw(error)
             except DeadlineExceeded as error:
@@ -103,6 +78,13 @@ def _requests(
         return end.value
     finally:
         steps.close()
+
+
+def converse(
+    client: Client, steps: Generator[EngineRequest, bytes, _Result], *, timeout_s: float | Deadline
+) -> _Result:
+    """As ``converse_on_loop``, for a thread that waits for the result."""
+    return event_loop.run(converse_on_loop(client, steps, timeout_s=timeout_s))
 
 
 async def send_plain(client: Client, request: EngineRequest, limit: Deadline, *, at_once: bool = False) -> bytes:

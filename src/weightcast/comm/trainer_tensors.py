@@ -74,12 +74,11 @@ def destroy_group(group: dist.ProcessGroup) -> None:
             dist.destroy_process_group(group)
 
 
-class GlooTensors:
+class GlooTensors(GlooPeers):
     """Tensors over gloo; those of a GPU pass through host memory."""
 
     def __init__(self, group: dist.ProcessGroup, failure: FailureState) -> None:
-        self._failure = failure
-        self._peers = GlooPeers(group, failure)
+        super().__init__(group, failure)
         self._tags = Tags()
 
     def move(self, sends: Sequence[Move], receives: Sequence[Move], *, what: str) -> None:
@@ -92,22 +91,14 @@ class GlooTensors:
             if raw.is_cuda:
                 bounced.append((raw, torch.empty(raw.shape, dtype=torch.uint8)))
                 raw = bounced[-1][1]
-            works.append((move.peer, self._peers.receive(raw, move.peer, self._tags.of_receive(move.peer), what)))
+            works.append((move.peer, self.receive(raw, move.peer, self._tags.of_receive(move.peer), what)))
         for move in sends:
             raw = _raw(move.data).cpu()
-            works.append((move.peer, self._peers.send(raw, move.peer, self._tags.of_send(move.peer), what)))
+            works.append((move.peer, self.send(raw, move.peer, self._tags.of_send(move.peer), what)))
         for peer, work in works:
-            self._peers.wait(peer, work, what, deadline)
+            self.wait(peer, work, what, deadline)
         for target, raw in bounced:
             target.copy_(raw)
-
-    def hang_up(self) -> None:
-        """Ends every wait of this process and of its peers."""
-        self._peers.hang_up()
-
-    def close(self) -> None:
-        """Destroys the group."""
-        self._peers.close()
 
 
 class NcclTensors:

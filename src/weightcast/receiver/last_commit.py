@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weightcast.errors import EngineFailure, Refused, error_words
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.executor import Executor
-from weightcast.receiver.rank_answers import costs, failures, fold_resident, union
+from weightcast.receiver.rank_answers import ResidentFold, costs, failures, union
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.messages import Open, Revert
 
@@ -96,7 +96,7 @@ class LastCommit:
             raise Refused(error)
         if error:
             raise EngineFailure(error)
-        resident = fold_resident(acks)
+        resident = ResidentFold().fold(acks)
         kept = resident.digest_of(state.facts.specs, self.answer.unproven)
         if resident.broken or (self.digest is not None and kept != self.digest):
             raise EngineFailure(f"what is kept now has the digest {kept}, and {self.digest} was served before")

@@ -23,7 +23,7 @@ from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
-from weightcast.receiver.scattered_plan import ExchangePlan, LoadPlan, Parts, ScatteredPlan
+from weightcast.receiver.scattered_plan import LoadPlan, Parts, ScatteredPlan
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import HeldSums, HeldTable
@@ -350,13 +350,6 @@ class Loader:
         self._loaded.append(rows)
         self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
-
-    def load_messages(
-        self, memories: Sequence[torch.Tensor], plan: ExchangePlan, *, far: Collection[int] = (), summed: bool = True
-    ) -> None:
-        """As ``load_scattered``: the messages are in the first memory, and parts in the other ones."""
-        self.load_scattered(memories, plan.copies, far=far, summed=summed)
-        self.scattered.received_bytes += plan.size_bytes
 
     def chunks(self, tp_size: int) -> ResidentChunks:
         """The weights as chunks for a copy from rank to rank, with the dtypes that the parameters have now."""

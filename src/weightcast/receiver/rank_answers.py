@@ -107,11 +107,6 @@ class _Folding:
         return Resident(self._table, sums, (*self._broken, *wrong))
 
 
-def fold_resident(acks: Sequence[RankAck]) -> Resident:
-    """As ``ResidentFold.fold``, for a single time."""
-    return ResidentFold().fold(acks)
-
-
 def fold_received(acks: Sequence[RankAck]) -> tuple[int, tuple[str, ...]]:
     """Number of ranks that received what rank 0 received, and the names on which the others differ."""
     one = acks[0]

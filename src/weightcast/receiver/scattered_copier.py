@@ -67,7 +67,6 @@ class ScatteredCopier:
 
     Attributes:
         read_bytes: Bytes that were read in this update.
-        received_bytes: Bytes of the messages of this update.
         wholes: The tensors that were put together for the model's own loader in this update, and their sums.
     """
 
@@ -80,7 +79,7 @@ class ScatteredCopier:
         self._plan = LoadPlan()
         self._sums: torch.Tensor | None = None
         self._all_summed = True
-        self.read_bytes = self.received_bytes = 0
+        self.read_bytes = 0
         self.wholes: list[tuple[HeldPart, int]] = []
 
     def use(self, plan: LoadPlan) -> None:
@@ -90,7 +89,7 @@ class ScatteredCopier:
     def begin(self) -> None:
         """Forgets what an earlier update left."""
         self._sums, self._all_summed = None, True
-        self.read_bytes = self.received_bytes = 0
+        self.read_bytes = 0
         self.wholes.clear()
 
     def rewind(self, dropped: Collection[tuple[str, int]]) -> None:

@@ -104,7 +104,7 @@ class Shares:
                 layout, source.buffers, plan, wanted=self._name(), timeout_s=timeout_s, interrupted=interrupted
             )
             arrived = time.monotonic()
-            self.loader.load_messages([received], plan, summed=summed)
+            self.loader.load_scattered([received], plan.copies, summed=summed)
             return arrived
         plan = scattered.plan_exchange(layout, source.parts)
         relay = self.groups.relay(source.group)
@@ -118,7 +118,7 @@ class Shares:
         what = f"bucket {layout.index}"
         room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
         arrived = time.monotonic()
-        self.loader.load_messages([received], plan, summed=summed)
+        self.loader.load_scattered([received], plan.copies, summed=summed)
         wait_for_streams(self.device)
         return arrived
 
@@ -142,7 +142,7 @@ class Shares:
             raise Refused("interrupted")
         arrived = time.monotonic()
         far = {1 + number for number in self.memory.far(here)}
-        self.loader.load_messages([room.data, *here], plan, far=far, summed=summed)
+        self.loader.load_scattered([room.data, *here], plan.copies, far=far, summed=summed)
         wait_for_streams(self.device, *(memory.device for memory in here))
         return arrived
 

@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
 from operator import itemgetter
@@ -309,7 +309,16 @@ class Channel:
                 # Torch retries for half an hour where no process listens, so engines on their way must arrive first.
                 wait(joins, timeout=min(self._timeout_s, _COME_S))
             meeting.close()  # a stock engine would wait there for half an hour
-            raise self._culprit(error, joins, name, answered, absent, joining) from error
+            raise find_culprit(
+                error,
+                joins,
+                name,
+                links=joining,
+                timeout_s=self._timeout_s,
+                tells_group_failure=self._meeting == "weightcast",
+                first=answered,
+                absent=absent,
+            ) from error
 
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None, shared: Sequence[Shared] = ()) -> None:
         """Posts and broadcasts a bucket, and reads the replies; with two in flight, those to the bucket before.
@@ -377,14 +386,10 @@ class Channel:
             except WeightcastError as cause:
                 raise cause from error
             raise self._give_up(error, posts, index, answered) from error
-        self._expect(index, posts)
+        with self._turns:  # the threads of two buckets may come here in any order
+            insort(self._unanswered, (index, posts), key=itemgetter(0))
         if self._in_flight == 1:
             self.drain()
-
-    def _expect(self, index: int, posts: list[Future[None]]) -> None:
-        """Notes replies that are due.  The threads of two buckets may come here in any order."""
-        with self._turns:
-            insort(self._unanswered, (index, posts), key=itemgetter(0))
 
     def drain(self) -> None:
         """Reads the replies that are due; raises as ``send``."""
@@ -429,7 +434,15 @@ class Channel:
         assert group is not None
         group.abort(f"bucket {index} failed")
         self._release_waiting(group.name, posts)
-        return self._culprit(error, posts, f"bucket {index}", answered)
+        return find_culprit(
+            error,
+            posts,
+            f"bucket {index}",
+            links=self._links,
+            timeout_s=self._timeout_s,
+            tells_group_failure=self._meeting == "weightcast",
+            first=answered,
+        )
 
     def _await_refusals(self, error: BaseException, posts: Sequence[Future[None]]) -> None:
         """Gives stock engines a moment to refuse on their own, before the abort makes them answer."""
@@ -486,26 +499,6 @@ class Channel:
             if ranks:
                 found[link.url] = ranks
         return found
-
-    def _culprit(
-        self,
-        error: BaseException,
-        posts: Sequence[Future[None]],
-        what: str,
-        first: Sequence[Future[None]] = (),
-        absent: Mapping[str, Sequence[int]] | None = None,
-        links: Sequence[Link] | None = None,
-    ) -> BaseException:
-        return find_culprit(
-            error,
-            posts,
-            what,
-            links=self._links if links is None else links,
-            timeout_s=self._timeout_s,
-            tells_group_failure=self._meeting == "weightcast",
-            first=first,
-            absent=absent,
-        )
 
 
 def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:

@@ -74,7 +74,10 @@ class Attempts:
                 if result.boxes is not None:
                     stream.use_boxes(result.boxes)
                 if result.invited:
-                    result = self._meet(result, head, stream)
+                    stream.meet(result.invited)
+                    if head is not None:
+                        result = head.after_meeting(msgspec.structs.replace(result, invited=()))
+                    result = self._ranks.hear(result)
                 if result.failure is not None or result.again:
                     return result
                 sums_buckets, first = result.sums_buckets, 0
@@ -102,13 +105,6 @@ class Attempts:
             if report is None:
                 raise
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
-
-    def _meet(self, result: AttemptResult, head: Head | None, stream: BucketStream) -> AttemptResult:
-        """Makes the groups of all trainer ranks and engine ranks.  Collective."""
-        stream.meet(result.invited)
-        if head is not None:
-            result = head.after_meeting(msgspec.structs.replace(result, invited=()))
-        return self._ranks.hear(result)
 
     def _conclude(
         self, result: AttemptResult, head: Head | None, stream: BucketStream, extra_bytes: Callable[[], int]

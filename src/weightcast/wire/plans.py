@@ -122,12 +122,6 @@ def take_plan(name: str, encoded: bytes) -> UpdatePlan:
     return plan
 
 
-def forget_plans() -> None:
-    """Drops the plans that this process was sent, as a restart does."""
-    global _kept
-    _kept = Lru(_KEPT_BYTES)
-
-
 _kept: Lru[str, UpdatePlan] = Lru(_KEPT_BYTES)
 
 
