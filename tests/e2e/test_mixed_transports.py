@@ -21,7 +21,7 @@ from tests.placed import PlacedEngine, move_to_another_host, needs_root
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
-from weightcast.comm.nixl import Arena
+from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.watch.events import Asked, UpdateEnded
 from weightcast.wire.bucket_sources import RemoteMemory

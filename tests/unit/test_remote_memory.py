@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.commands import context
 from tests.harness import wait_for
 from weightcast.comm import nixl
-from weightcast.comm.nixl import Arena
+from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed
 from weightcast.errors import ConfigError, Refused
 from weightcast.wire.box import Box

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_exchange import exchanges, play, values_of
 from weightcast.comm import nixl
-from weightcast.comm.nixl import Arena
+from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums

@@ -1,4 +1,4 @@
-"""Reads memory of other processes, on any host, through NIXL.  The owner's end is ``comm/nixl.py``.
+"""Reads memory of other processes, on any host, through NIXL.  The owner's end is ``comm/remote_memory.py``.
 
 NIXL takes RDMA where there are NICs for it, else shared memory or TCP.
 """
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from weightcast.comm.nixl import PAGE_BYTES, TOKEN_BYTES, let_go, make_agent, round_up, this_process, words_of
+from weightcast.comm.nixl import let_go, make_agent, this_process, words_of
+from weightcast.comm.remote_memory import PAGE_BYTES, TOKEN_BYTES, round_up
 from weightcast.errors import Refused, WeightcastError
 from weightcast.runtime import blocking_threads
 from weightcast.wire.bucket_sources import RemoteMemory

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from weightcast.comm.ipc import SharedBuffer, device_uuid
-from weightcast.comm.nixl import Arena
+from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError
 from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Pack, Part, RemoteMemory
 

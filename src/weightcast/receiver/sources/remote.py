@@ -1,4 +1,4 @@
-"""Buckets in memory of trainer ranks on any hosts, read through NIXL.  The owner's end is ``comm/nixl.py``."""
+"""Buckets in memory of trainer ranks on any hosts, read through NIXL.  The owner's end is ``comm/remote_memory.py``."""
 
 from __future__ import annotations
 
