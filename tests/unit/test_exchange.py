@@ -22,7 +22,7 @@ from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import InMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.receiver.loader import Loader
-from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.update.exchange import Exchange
 from weightcast.wire import pieces
 from weightcast.wire.answers import RankAck
@@ -263,7 +263,7 @@ def exchange_and_compare(case: dict) -> None:
             loader.commit()
             for name, tensor in values.items():
                 assert all(torch.equal(place, model.cut(name, tensor)) for place in model.place(name))
-        found = fold_resident(written)
+        found = ResidentFold().fold(written)
         assert not found.broken
         kept = {name for name, (way, _) in models[0].ways.items() if way != "computed"}
         assert {name: digest for name, digest in found.digests.items() if name in kept} == {

@@ -13,7 +13,7 @@ from tests.unit.models import FusedModel, Weights, differing, fill, specs_of, st
 from tests.unit.sessions import Sender
 from weightcast.comm.update_group import GroupFailed
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.bucket_sources import BroadcastSource
@@ -134,7 +134,7 @@ def test_what_is_kept_whole_is_received_where_it_belongs(model, keep_storage, di
         assert bytes_in(receiver, sender.group) == size_of(WHOLE)
         ack = receiver.apply(sender.commit())
         assert ack.ok
-        assert fold_resident([ack]).digests == kept
+        assert ResidentFold().fold([ack]).digests == kept
         assert differing(model, wanted(weights)) == []
     receiver.close()
 

@@ -13,7 +13,7 @@ from tests.unit.sessions import Sender
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, Refused
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.runtime import peak_memory
 from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
 from weightcast.wire.held import NOTHING_HELD
@@ -75,9 +75,9 @@ def test_a_whole_session(model, place, digest, bucket_bytes):
     assert ack.touched == (place == "none")
     ack = receiver.apply(sender.commit())
     assert ack.ok
-    assert fold_resident([ack]).digests == kept
+    assert ResidentFold().fold([ack]).digests == kept
     assert differing(model, new_state()) == []
-    assert fold_resident([receiver.apply(Readback())]).digests == kept
+    assert ResidentFold().fold([receiver.apply(Readback())]).digests == kept
     receiver.close()
 
 
@@ -333,7 +333,7 @@ def test_computed_weights_are_unproven_and_never_staged():
     sender = Sender(NEW)
     ack = run(receiver, sender)
     assert ack.unproven == ("norm.weight",)
-    assert "norm.weight" not in fold_resident([ack]).digests
+    assert "norm.weight" not in ResidentFold().fold([ack]).digests
     with pytest.raises(ConfigError, match="cannot be staged"):
         receiver_of(ScalingModel(), staging="host")
 

@@ -16,7 +16,7 @@ from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
-from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.update.packs import Packs
 from weightcast.wire.answers import RankAck
@@ -104,7 +104,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                 loader.commit()
                 for name, tensor in values.items():
                     assert all(torch.equal(place, model.cut(name, tensor)) for place in model.place(name))
-            found = fold_resident(written)
+            found = ResidentFold().fold(written)
             assert not found.broken
             kept = {name for name, (way, _) in models[0].ways.items() if way != "computed"}
             assert {name: digest for name, digest in found.digests.items() if name in kept} == {

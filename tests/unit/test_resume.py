@@ -14,7 +14,7 @@ from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
 from tests.unit.test_places import Broadcaster, model, receiver, receiver_of, wanted
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket_sources import Part, PartialBuffer, ScatteredSource
 from weightcast.wire.layout import BucketLayout, TensorSlot
@@ -67,7 +67,7 @@ def test_what_comes_again_replaces_what_came_before(staging, back_to, digest):
             told(receiver, sender.announce(index))
         ack = told(receiver, sender.close())
         assert ack.received == expected
-        kept = fold_resident([told(receiver, sender.commit())]).digests
+        kept = ResidentFold().fold([told(receiver, sender.commit())]).digests
         assert kept == Sender(weights).digests({"norm.weight": "bfloat16"})[1]
         assert differing(model, wanted(weights)) == []
     receiver.close()
@@ -183,7 +183,7 @@ def test_shares_that_come_again_are_summed_where_they_lie(wrong):
     told(receiver, Resume(session=sender.session, buckets=3))
     for index in range(3, len(sender.layouts)):
         told(receiver, announce(index))
-    written = fold_resident([msgspec.structs.replace(ack := told(receiver, sender.close()), held=ack.held)]).digests
+    written = ResidentFold().fold([told(receiver, sender.close())]).digests
     kept = Sender(NEW).digests({"norm.weight": "bfloat16"})[1]
     differs = {name for name in kept if written.get(name) != kept[name]}
     assert differs == ({sender.layouts[3].slots[-1].spec.name} if wrong else set())

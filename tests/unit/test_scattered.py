@@ -11,7 +11,7 @@ from torch import nn
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import Refused
 from weightcast.receiver.loader import Loader
-from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Part
@@ -111,7 +111,7 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
             assert loader.scattered.read_bytes == share + (whole if case["computes"] else 0)
             loader.commit()
             assert all(torch.equal(getattr(model, name), model.cut(name, tensor)) for name, tensor in values.items())
-        found = fold_resident(written)
+        found = ResidentFold().fold(written)
         assert not found.broken
         assert found.digests == {name: tensor_digest(tensor) for name, tensor in values.items()}
 

@@ -120,10 +120,8 @@ class AuthenticatedConnection:
     def recv_bytes(self) -> bytes:
         """Waits for one message, without a deadline until its first byte.
 
-        Raises:
-            EOFError: The other end has closed the connection between two messages.
-            BrokenConnection: A message was changed, repeated, left out or cut off; the connection has ended.
-            OSError: The other host does not answer any more; likewise.
+        It raises EOFError if the other end has closed the connection between two messages, and BrokenConnection, a kind
+        of OSError, if one was changed, repeated, left out or cut off; the connection has ended then.
         """
         try:
             return self._receive()
@@ -280,12 +278,9 @@ def dial(
 ) -> AuthenticatedConnection:
     """Connects to a ``Gate`` and proves itself; ``timeout_s`` limits connection and proofs together.
 
-    The listener knows this end by ``number``, such as a rank; ``context`` is as for ``Gate``.
-
-    Raises:
-        NotAuthenticated: The two ends have different secrets, or the other end is no gate.
-        DeadlineExceeded: The other end was silent.
-        OSError: Nothing listens there.
+    The listener knows this end by ``number``, such as a rank; ``context`` is as for ``Gate``.  It raises
+    NotAuthenticated if the ends have different secrets or the other is no gate, DeadlineExceeded if that is silent, and
+    OSError if nothing listens there.
     """
     deadline = Deadline(timeout_s)
     peer = f"{host}:{port}"

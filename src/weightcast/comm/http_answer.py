@@ -15,12 +15,10 @@ class NoAnswer(Exception):
 
 
 class Answer:
-    """The answer to one request.  Every method is for the thread of the event loop.
+    """The answer to one request, for the thread of the event loop.
 
-    Attributes:
-        done: Completes when the answer is whole; for a stream, when its first frame is.
-        status: HTTP status; 0 before the head has come.
-        reusable: True if the connection may carry another request after a whole answer.
+    ``done`` completes when it is whole; for a stream, when its first frame is.  The ``status`` is 0 before the head has
+    come.  The connection is ``reusable`` if it may carry another request after a whole answer.
     """
 
     def __init__(self, *, stream: bool, max_bytes: int, max_frame_bytes: int) -> None:

@@ -74,11 +74,8 @@ class Pool:
         """Returns a connection that carries no request.  The caller gives it back or discards it.
 
         ``deadline`` limits the wait for room, and ``connect_s`` name resolution, connecting and TLS.  With ``at_once``,
-        the request must not wait for the answers of other engines.
-
-        Raises:
-            CannotConnect: No connection could be opened; the cause says why.
-            TimeoutError: All connections have been busy until the deadline; ``NoRoom`` if other engines had them.
+        the request must not wait for the answers of other engines.  It raises CannotConnect, whose cause says why, and
+        TimeoutError without room; ``NoRoom`` if other engines had the connections.
         """
         while True:
             connection = self._take_idle()

@@ -20,10 +20,7 @@ def quiet_port(host: str = "127.0.0.1") -> int:
     """Returns a free TCP port, at an address of this host, that the system gives to no outgoing connection.
 
     The system may give a port from ``bind(0)`` to the next connection of this host, and an engine binds its port half a
-    minute after it got the number.
-
-    Raises:
-        OSError: The address does not belong to this host, or no port is free there.
+    minute after it got the number.  It raises OSError for an address of another host, or without a free port.
     """
     candidates = _quiet()
     for _ in range(_ATTEMPTS):

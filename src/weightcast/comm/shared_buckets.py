@@ -32,13 +32,7 @@ class TorchMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``cuda``, or ``shm`` for a named POSIX segment (torch's ``file_system`` strategy).
-        device: UUID of the GPU without prefix, or ``"cpu"``.
         handle: For ``cuda``, the handle of the allocation in torch's form; for ``shm``, the segment's name.
-        offset_bytes: For ``cuda``, where the storage starts in the allocation.
-        ref_counter: For ``cuda``, name of the file with the reference counters.
-        ref_counter_offset: For ``cuda``, the index of the counter in that file.
-        event: For ``cuda``, handle of the event that torch recorded when it shared the storage.
-        event_sync: For ``cuda``, True if the opener has to wait for that event.
         manager: For ``shm``, the address of torch's manager of segments.
         first_byte: Offset of the buffer in the storage, in bytes; 0 except in a ring.
         turn: For a ring on a GPU, the handle of the event that the opener records after reading.
@@ -69,7 +63,6 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         parts: The parts of the bucket that engines read from this buffer; empty if it has the whole bucket.
         packs: Places in the buffer at which short runs are put together for ranks that read it through NIXL.
         memories: Handles to the rank's own memory, if there is no buffer.
-        mapped: The parts that lie there.
         host: Id of the host whose engines read the buffer; empty if all engines may.
         ranks: Ranks of one engine that read the buffer, if its ranks are on several hosts; otherwise empty.
         legs: The parts that engine ranks get from this rank, by the host whose trainer ranks' memory they read; the

@@ -42,10 +42,8 @@ _notes = msgspec.json.Decoder(_Note)  # made before there are threads
 class Verdict:
     """The outcome of a search for the culprit.
 
-    Attributes:
-        silent: Ranks that were waited for and left no note: dead, stuck, or busy with something else.
-        quit: Ranks that gave up for a reason of their own, with that reason.
-        store_lost: The store did not answer, so there were no notes; ``silent`` then lists the suspects.
+    Ranks in ``silent`` were waited for and left no note: dead, stuck, or busy with something else.  Those in ``quit``
+    gave up for a reason of their own.  If the store is lost there were no notes, and ``silent`` lists the suspects.
     """
 
     silent: tuple[int, ...]
@@ -105,10 +103,8 @@ class FailureNotes:
 class FailureState:
     """The first failure of a group of ranks.  After it, ``check`` raises it until the next ``reset``.
 
-    Attributes:
-        hosts: Name of each rank's host, for the failure's words; empty if all ranks are on one.
-        reason: The failure in words; None before one.
-        lost: True if a rank was dead or silent; False where ranks only gave up.
+    ``hosts`` has the name of each rank's host, if they are on several.  ``lost`` says that a rank was dead or silent;
+    False where ranks only gave up.
     """
 
     def __init__(self, *, rank: int, timeout_s: float) -> None:

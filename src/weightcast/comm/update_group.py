@@ -69,10 +69,9 @@ def backend_for(device: torch.device) -> BackendName:
 
 # Over 350 lines: the group, its store and an abort are read and changed together.
 class UpdateGroup:
-    """One member's end of the group.
+    """One member's end of the group.  Any thread may call ``abort``.
 
     One thread at a time starts a broadcast, in the same order on every member, and the same thread finishes it.
-    Any thread may call ``abort``.
     """
 
     def __init__(

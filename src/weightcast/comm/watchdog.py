@@ -34,14 +34,11 @@ _before: dict[str, str | None] = {}
 
 @contextmanager
 def groups_that_end_nothing(*, watched: bool) -> Generator[None]:
-    """Makes NCCL groups that are created inside the block never end the process; other groups keep their settings.
+    """Makes NCCL groups that are created inside the block never end the process; others keep their settings.
 
     The settings are environment variables of the whole process, so the block must be short.  Several threads may be
-    inside at once.
-
-    Args:
-        watched: False for groups without a watchdog.  Nobody may wait for an operation of such a group that is not
-            complete: no abort ends that wait.
+    inside at once.  Nobody may wait for an operation that is not complete of a group that is not ``watched``: no abort
+    ends that wait.
     """
     settings = _ENDS_NOTHING | ({} if watched else _UNWATCHED)
     _enter(settings)

@@ -94,14 +94,10 @@ class Totals:
 
 
 class Contents:
-    """The tensors that some buckets carry together.
+    """The tensors that some buckets carry together, in the order in which they travel.
 
-    Attributes:
-        specs: The tensors, in the order in which they travel.
-        table: Their names and keys.
-        numbers: Number of the tensor that each slot belongs to, int64 ``[slots]``.
-        sizes: Bytes of each slot, float64 ``[slots]``.
-        seed: Digest of all slots.
+    ``numbers`` has the tensor that each slot belongs to, int64 ``[slots]``, ``sizes`` the bytes of each slot, float64,
+    and ``seed`` a digest of all slots.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout]) -> None:
@@ -124,9 +120,6 @@ class PlanSums:
     """The sums of one plan's buckets, and their digests.  All that is worked out once goes with the plan.
 
     Buckets of no plan, or of another one, are summed as well, without help from an earlier update.
-
-    Attributes:
-        layouts: Layouts of all buckets of the plan, in order.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout] = ()) -> None:

@@ -195,15 +195,9 @@ def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, li
 
 
 def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
-    """Carries out some tiles.
+    """Carries out some tiles: rows of `Plan.tiles`, of `tile_cols` columns.
 
-    Args:
-        jobs: `Plan.jobs`, int64 `[jobs, fields of Job]`.
-        tiles: rows of `Plan.tiles`, int32 `[tiles, 2]`.
-        tile_cols: `Tiling.cols`.
-        like: an array whose dtype is that of a word, int8 or int16.
-        out: takes the sums, int64 `[count]`.
-        summed: false for copies alone.
+    `like` is an array whose dtype is that of a word, int8 or int16; `out` takes the sums, int64 `[count]`.
     """
     size = like.itemsize
     b, a, sums = np.empty(tile_cols, np.int64), np.empty(_ROWS, np.int64), np.empty(_NARROW, np.int64)

@@ -120,10 +120,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def sha256_digest(tensor: torch.Tensor) -> str:
     """SHA-256 over dtype, shape and row-major bytes: 64 hex characters. Waits for the device.
 
-    A tensor that is not contiguous is copied whole; from a GPU it comes over in chunks of 16 MiB.
-
-    Raises:
-        ValueError: the tensor is not strided, is a DTensor, or has no storage (meta).
+    A tensor that is not contiguous is copied whole; from a GPU it comes over in chunks of 16 MiB. It raises ValueError
+    for a tensor that is not strided, is a DTensor, or has no storage (meta).
     """
     check_piece(Piece(tensor=tensor, full_shape=tuple(tensor.shape)), 0)
     if tensor.is_meta:

@@ -77,9 +77,7 @@ class Job(NamedTuple):
 class Plan:
     """The tables that a launch reads: `jobs` int64 `[jobs, fields of Job]`, `tiles` int32 `[tiles, 2]`.
 
-    A row of `tiles` is a job and a tile of that job.
-
-    `word_bytes`: size of a word, 1 or 2. `copies`: false if no job has a target.
+    A row of `tiles` is a job and a tile of it. A word has 1 or 2 bytes. `copies` is false if no job has a target.
     """
 
     word_bytes: int

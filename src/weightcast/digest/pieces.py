@@ -14,13 +14,7 @@ from weightcast.wire.box import Box
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A tensor that is all of a full tensor, or one box of it.
-
-    Args:
-        tensor: any strided tensor, also a view; its shape is the box's, or the full one.
-        full_shape: shape of the tensor that the coefficients belong to.
-        box: the box of the full tensor; None means the whole.
-    """
+    """A strided tensor, also a view, that is all of a tensor of `full_shape`, or one box of it."""
 
     tensor: torch.Tensor
     full_shape: tuple[int, ...]
@@ -67,11 +61,9 @@ class Grid:
 
 
 def check_piece(piece: Piece, index: int) -> None:
-    """Refuses a piece that has no digest.
+    """Refuses, with a ValueError, a piece that has no digest.
 
-    Raises:
-        ValueError: the tensor is not strided or is a DTensor, or the box lies outside the full tensor or has another
-            shape than the piece.
+    Its tensor is not strided or is a DTensor, or its box lies outside the full tensor or has another shape.
     """
     tensor, full, box = piece.tensor, piece.full_shape, piece.box
     shape = tuple(tensor.shape)

@@ -46,10 +46,7 @@ class Sent:
     """Digests of the weights that were sent.
 
     Digests of single tensors are made when they are first asked for: in the normal case after engines have switched.
-
-    Attributes:
-        of_all: The one digest with which engines must answer; see ``Totals.of_all``.
-        cast: Digests in other dtypes that engines keep, by tensor name and dtype.
+    Engines must answer with ``of_all``.  ``cast`` has those in other dtypes that engines keep, by name and dtype.
     """
 
     def __init__(
@@ -173,14 +170,10 @@ class SentDigests:
     def finish(
         self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> Sent:
-        """Waits for the sums and compares them.
+        """Waits for the sums and compares them; TrainerMismatch if replicas or buckets differ from what ranks hold.
 
-        Args:
-            sources: The trainer ranks' own sums of each bucket, in order; empty if no rank has taken any.
-            buckets: Sums of each bucket's slots that other ranks took of their own buckets, by rank.
-
-        Raises:
-            TrainerMismatch: Replicas differ, or a bucket is not what the ranks hold.
+        ``sources`` are the trainer ranks' own sums of each bucket, in order; empty if no rank has taken any.
+        ``buckets`` are those of each bucket's slots that other ranks took of their own buckets, by rank.
         """
         wrong = merged(found for folded in sources for found in folded.mismatches)
         if wrong:

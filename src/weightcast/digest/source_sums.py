@@ -19,11 +19,9 @@ from weightcast.wire.layout import BucketLayout
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor whose bytes differ between trainer ranks that must hold the same.
+    """A tensor whose bytes differ between trainer ranks, in groups that agree, the lowest rank's first.
 
-    Attributes:
-        ranks: The trainer ranks in groups that agree, the group of the lowest rank first.
-        gathered: False for a replica that has diverged.  True where the last group received its bytes from the first.
+    If it was ``gathered``, the last group received its bytes from the first; else a replica has diverged.
     """
 
     name: str
@@ -39,11 +37,9 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """The sums of all trainer ranks for one bucket.
+    """The sums of all trainer ranks for one bucket: int64 ``[slots]`` on the CPU, to be read mod 2**64.
 
-    Attributes:
-        sums: Partial digest sum of each slot, int64 ``[slots]`` on the CPU, to be read mod 2**64.
-        known: Bool ``[slots]``, false for a slot that no rank has summed at its source.
+    ``known`` is false for a slot that no rank has summed at its source.
     """
 
     sums: torch.Tensor

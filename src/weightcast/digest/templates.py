@@ -57,11 +57,9 @@ def can_stand_in(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The jobs of one word size; ``plan.jobs`` has offsets in the place of addresses.
+    """The jobs of one word size, and the number of the memory that each reads and writes: int64 ``[jobs]``.
 
-    Attributes:
-        reads: Number of the memory that each job reads: int64 ``[jobs]``.
-        writes: Number of the memory that each job writes, ``NOWHERE`` for none, likewise.
+    ``plan.jobs`` has offsets in the place of addresses.
     """
 
     plan: Plan

@@ -24,12 +24,9 @@ _Rest = list[tuple[TensorSlot, Copy]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """The launches of one bucket, for any place of the bucket and of the parameters.
+    """The launches of one bucket, for any place of the bucket and of the parameters, whose form is ``form``.
 
-    Attributes:
-        form: Form of the parameters that it writes.
-        lent: Names of the lent slots, in the order of their memories.
-        rest: Copies that are no transfers.
+    Lent slots are in the order of their memories; ``rest`` are copies that are no transfers.
     """
 
     form: TensorPlaces

@@ -92,13 +92,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState:
-    """The state, version and digest that an engine tells of itself.
-
-    Attributes:
-        version: Version that the engine serves; None if it is unknown.
-        digest: Model digest of that version; None if it was never proven.
-        message: Why the engine is quarantined; else empty.
-    """
+    """The state, version and digest that an engine tells of itself; the ``message`` of a quarantined one says why."""
 
     def __init__(self, hooks: EngineHooks, facts: EngineFacts, *, version: int | None, tp_size: int) -> None:
         self.state: State = "serving"

@@ -16,13 +16,7 @@ from weightcast.wire.messages import Open, Revert
 
 @dataclass(slots=True, kw_only=True)
 class LastCommit:
-    """A committed session, and what it replaced.
-
-    Attributes:
-        reverted: Answer to its Revert; None while the commit stands.
-        version, digest: What the engine served before.
-        whole: False if the engine was quarantined before.
-    """
+    """A committed session, and what it replaced: an engine at ``version``, not ``whole`` if it was quarantined."""
 
     open: Open
     answer: Ack

@@ -33,13 +33,8 @@ class OpenSession:
 
     Attributes:
         deadline: Monotonic time at which the lease ends.
-        buckets: Number of buckets that have arrived.
         closed: True once every rank has said that everything arrived.
-        failed: Reason why a message failed; empty if none did.
-        ending: Reason why the session is being ended; empty if it is not.
-        paused_at: Monotonic time of the pause; None before it.
         not_updated: Parameters that no tensor of the update writes, by name.
-        unproven: Tensors whose place cannot be read back, by name.
         received: Digest by name of each tensor that arrived, if Close has asked for them.
         written: What ranks wrote that receive no more than they keep; None if they receive everything.
         groups: Names of the process groups that broadcast its buckets.

@@ -21,8 +21,7 @@ from weightcast.wire.layout import TensorSpec
 class Resident:
     """The tensors that all ranks keep together.
 
-    Attributes:
-        broken: Names whose parts do not make up the tensor, or differ between ranks that keep the same part.
+    In ``broken``, parts do not make up the tensor, or differ between ranks that keep the same part.
     """
 
     def __init__(self, table: DigestTable, sums: torch.Tensor, broken: Sequence[str] = ()) -> None:

@@ -35,7 +35,6 @@ class Recording:
     Attributes:
         routes: By source name, in the order of the copies.
         why: Reason why no route describes a source completely, by source name.
-        written: Names of the parameters that get computed values.
         filled: Number of elements that only get a constant (the padding of a vocabulary), by parameter.
         constants: Boxes of sources that the loader does not keep, and the places that have a constant instead.
         opaque: True if a source's writes could not be seen at all: the loader looks at values.

@@ -34,12 +34,9 @@ _EXCHANGED_BYTES = {"cuda": 1 << 20}
 
 @dataclass(slots=True, eq=False)
 class _Placing:
-    """Where both sets lie at one time.
+    """Where both sets lie at one time, and after a flip from here.
 
-    Attributes:
-        live: Where the live parameters lie.
-        exchange: Exchange of the small parameters' contents; None if there are none.
-        flipped: The placing after a flip; None if there has been no flip from here.
+    ``exchange`` is of the small parameters' contents; None if there are none.
     """
 
     live: TensorPlaces

@@ -22,7 +22,6 @@ class _Write:
     Attributes:
         region: What was written, relative to the parameter's first element.
         route: The copy; None for a constant.
-        source: The source that the loader had in hand.
         parts: Boxes of the parameter that no later write covers; None for all of it.
     """
 

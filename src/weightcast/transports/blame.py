@@ -36,12 +36,11 @@ def failures_of(error: BaseException) -> tuple[WeightcastError, ...]:
 
 
 def together(errors: Iterable[BaseException | None]) -> BaseException | None:
-    """Joins the errors of one step into one; None if there is none.
+    """Joins the errors of one step, in the order of the engines, into one; None if there is none.
 
     An exception from outside this package comes first, because it is a bug or an interrupt.  Where an engine is to
-    blame, errors without an engine are left out, and so are engines that report only a failed group.
-
-    Errors come in the order of the engines; an engine's first error counts.
+    blame, errors without an engine are left out, and so are engines that report only a failed group.  An engine's first
+    error counts.
     """
     found = [error for error in errors if error is not None]
     for error in found:
@@ -116,20 +115,15 @@ def find_culprit(
 ) -> BaseException:
     """Returns the error that names the engines a step of a group failed because of.
 
-    When one member of a group dies, all the others fail too, and may report it first.  An engine with our receiver
-    says by its status whether only its group failed.  So every other refusal counts, beside every engine that is lost.
+    When one member of a group dies, all the others fail too, and may report it first.  An engine with our receiver says
+    by its status whether only its group failed (``tells_group_failure``).  So every other refusal counts, beside every
+    engine that is lost.
 
     Stock engines have one status for everything.  Answers that they give after the group was aborted follow from the
-    abort.  Such an answer counts only if none came before.  A refusal counts only if no engine is lost.
+    abort.  Such an answer counts only if none is in ``first``.  A refusal counts only if no engine is lost.
 
-    Engines that did not come to the rendezvous count if no engine is lost or refuses.
-
-    Args:
-        answers: The engines' answers, in the order of ``links``.
-        timeout_s: Deadline that the engines keep, in seconds.
-        tells_group_failure: True if the engines' status tells a failed group from their own failure.
-        first: The answers that had come before the group was aborted.
-        absent: The engine ranks that did not come to the rendezvous, by URL.
+    Engines in ``absent``, whose ranks did not come to the rendezvous, count if no engine is lost or refuses.  The
+    ``answers`` are in the order of ``links``; engines keep the deadline ``timeout_s``.
     """
     if not isinstance(error, Exception):
         return error

@@ -49,9 +49,7 @@ _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 class Channel:
     """The group of some targets that share one way of rendezvous.
 
-    Attributes:
-        failure: The reason why this cell gets nothing more until ``rebuild``; None if it is well.
-        resent_bytes: Bytes of buckets that were broadcast again in this update.
+    ``failure`` is the reason why this cell gets nothing more until ``rebuild``; None if it is well.
 
     Thread rule: one thread at a time calls ``connect`` or ``close``, as many as buckets may be in flight ``send``;
     ``abort`` may come from any other.
@@ -70,14 +68,10 @@ class Channel:
         trainers: int | None = None,
         relays: bool = False,
     ) -> None:
-        """Nothing is created yet.
+        """Nothing is created yet; ConfigError if NCCL's id needs a binding that is not installed.
 
-        Args:
-            trainers: Number of trainer ranks, all of which are members and send to engine ranks by themselves; None for
-                a group in which the head broadcasts.
-            relays: True if engine ranks pass on what trainer ranks send.
-
-        It raises ConfigError if the rendezvous by NCCL's id needs a binding that is not installed.
+        ``trainers`` is the number of trainer ranks, all of which are members and send to engine ranks by themselves;
+        None for a group in which the head broadcasts.  With ``relays``, engine ranks pass on what trainer ranks send.
         """
         if meeting == "nccl-id":
             nccl_binding()  # here, not in ``connect``, because no engine is paused yet

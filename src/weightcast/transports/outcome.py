@@ -27,18 +27,13 @@ class Outcome:
     """One target in one update, across attempts.
 
     Attributes:
-        info: The target's description when it was probed; None if it did not answer.
-        failed: The error for which the target dropped out; None if it did not.
         proof: Highest level of proof that was reached.
         digest: Returns the model digest at that level; empty without proof.  Called when the update is over.
         matched: Number of engine ranks that agree with it.
         proven: Number of tensors that were read back and equal what was sent.
-        committed: The target's answer to Commit; None before it.
         in_doubt: True if the answer to Commit was lost and the target could not be asked again.
         reverted: The target's answer to Revert; None if it was not switched back.
         ahead: True if the target serves the new version although others were switched back.
-        notes: Failures that did not fail the update.
-        peak_extra_bytes: Most extra memory of any engine rank, in bytes.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
         legs: As ``TargetReport.legs``, of that attempt.
     """

@@ -31,14 +31,10 @@ class Placement:
     """Where the trainer and the engines run, as far as the choice of a transport needs it.
 
     Attributes:
-        infos: Each engine's description of itself, by URL.
-        device: The device of the trainer's weights.
         places: UUID of each trainer rank's device; the first is the head's.
         hosts: Id of each trainer rank's host; empty if all run on this one.
         whole_on: Returns the hosts whose trainer ranks hold all weights together; asked only if there are several.
         shared_folder: True if the caller named a folder for ``disk``.
-        primitive: As ``UpdateConfig.direct_by``.
-        keep_mapped: As ``UpdateConfig.keep_mapped``.
         unmapped: URLs of engines that could not map memory of the trainer.
     """
 
@@ -126,10 +122,7 @@ class Wiring:
     """Everything that a transport is built from.
 
     Attributes:
-        device: The device of the buckets.
-        bucket_bytes: Size of a bucket, in bytes.
         in_flight: Buckets that may be announced to all targets of the update before the first answer: 1 or 2.
-        cell_ranks: Most engine ranks in one process group.
         address: Returns an address of this process that every target can reach.
     """
 
@@ -163,7 +156,6 @@ class TransportSpec:
     Attributes:
         name: The transport's name in ``UpdateConfig.transport``, or that of several which ``"auto"`` has put together.
         build: Builds the transport; nothing is sent yet.
-        delivery: The steps by which engines get the weights.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
         relays: True if engine ranks of one role then pass on to each other what trainer ranks send.

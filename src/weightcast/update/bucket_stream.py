@@ -81,9 +81,7 @@ class Filling:
         lent: The zero-copy tensors of each bucket; empty if there are none.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
-        next: Number of that bucket.
         filled: Number of buckets that were filled at least once, and so are in ``sources``.
-        sent: Number of buckets that were sent at least once.
         sums: Sums of the slots of each bucket that was sent, if they are asked for, on ranks other than the head.
     """
 

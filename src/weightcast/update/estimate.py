@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """Buckets that one kind of engine needs.
-
-    Attributes:
-        buckets: Number of buckets; 0 if these tensors do not fit into buckets of this size.
-        needs_bucket_bytes: Smallest possible bucket, in bytes.
-    """
+    """Buckets, and the smallest possible ones in bytes, that one kind of engine needs; 0 if the tensors do not fit."""
 
     engine: str
     buckets: int
@@ -65,9 +60,7 @@ class Plan:
     """Estimate of one update.
 
     Attributes:
-        engine: Kind of engine whose packing was used.
         size_bytes: Payload of one copy of the model.
-        bucket_bytes: Size of a bucket.
         default_bucket_bytes: Sizes of a bucket that ``connect`` chooses by itself: ``ipc`` by ipc on GPUs with enough
             free memory, ``other`` for everything else.
         cut: Names of the tensors that are sent in several buckets, in order.
@@ -77,9 +70,7 @@ class Plan:
         not_covered: Tensors that no update contains, with the reason.
         trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), the
             scratch buffer of a gather, and 64 MiB for sums and casts.
-        engine_ranks: Number of engine ranks that receive.
         link_bytes: Bytes that each engine rank receives.
-        all_links_bytes: Bytes that all engine ranks receive.
         cells: Number of engine ranks in each process group, where engines get their weights in groups.
         link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
         seconds: Transfer time alone at that bandwidth, with every link busy at once.

@@ -15,12 +15,9 @@ from weightcast.wire.layout import Packing
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of the head that every rank raises.
+    """An error of the head that every rank raises, of the class with this name.
 
-    Attributes:
-        error: Class name of the error.
-        url: URL of the engine that the error is about; empty if it names none.
-        failures: One entry for each engine, if the error is about several.
+    It has one entry in ``failures`` for each engine, if it is about several; ``url`` is empty if it names none.
     """
 
     error: str
@@ -58,18 +55,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The head's choices at connect.
+    """The head's choices at connect.  Fields of ``TransportSpec`` and ``TrainerGroup`` are as there.
 
     Attributes:
-        failure: The reason why there is no choice.
         transport: Name of the transport; several names joined by ``+`` if targets are reached in different ways.
         receivers: The trainer ranks that fill a bucket.
-        reading_hosts: Hosts on which engines read trainer ranks' memory, where trainer ranks run on several.
-        leg_hosts: As ``TrainerGroup.leg_hosts``.
-        scattered: True if each of them fills its own parts only, and nothing is gathered.
-        exchanges: True if each of them sends its parts to engine ranks by itself.
-        relays: True if engine ranks of one role pass on to each other what trainer ranks send.
-        mapped: True if there are no buckets, and engine ranks read their own memory.
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
         ring_opens: Number of engine processes that open the storage of all buffers.

@@ -39,11 +39,9 @@ _TOKENS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The load of an engine, from its own metrics.
+    """The load of an engine, from its own metrics, at a monotonic time.
 
-    Attributes:
-        tokens: Tokens generated since its start; None if it does not count them.
-        at: Monotonic time of the answer, in seconds.
+    ``tokens`` counts those generated since its start; None if it does not count them.
     """
 
     running: int
@@ -58,12 +56,9 @@ class Observation:
 
     Attributes:
         state: ``serving``, ``paused``, ``updating``, ``quarantined`` or ``no answer``.
-        engine: Kind and version; empty without an answer.
-        version: Version that it serves; None if unknown.
         since_s: Seconds since it began to serve that version; None if it does not say.
         update: The update that runs now, or the last one; None if it does not say, or there was none.
         requests: Its load; None if it exports no metrics.
-        message: Why it is not serving, or a further note.
     """
 
     url: str

@@ -50,7 +50,6 @@ class Sessions:
     """Opens, feeds and ends the sessions of one attempt after the other.  The transport outlives an attempt.
 
     Attributes:
-        links: The targets of the attempt; empty until ``open``.
         exchanged_again: Bytes of messages that trainer ranks have sent again in this attempt.
         transport_failed: True if the attempt failed because a target could not be connected or given a bucket.
     """
