@@ -160,16 +160,35 @@ def _from_one(
                     f"with the digest {must_be[1]} is wanted",
                     hint="name a peer that serves it, or send a full update from the trainer",
                 )
+            found = PeerCopy(
+                url=target.url,
+                peer=peer.url,
+                engine=late.engine,
+                version_before=late.version,
+                version=version,
+                digest=digest,
+                ranks=late.tp_size,
+                seconds=time.monotonic() - began,
+                attempts=attempt,
+            )
             if (late.state, late.version, late.digest) == ("serving", version, digest):
-                return _result(target, peer, late, giver, began, attempt)
-            copy = _Copy(clients[0], clients[1], late, giver, timeout_s, progress)
+                return found
+            copy = _Copy(clients[0], clients[1], late, version, digest, timeout_s, progress)
             try:
-                closed = copy.transfer(pause)
-                return _result(target, peer, late, giver, began, attempt, copy, closed, copy.commit())
+                closed, committed = copy.transfer(pause), copy.commit()
             except WeightcastError as error:
                 copy.abort(error)
                 if attempt == attempts or not copy.peer_moved_on():
                     raise
+                continue
+            return msgspec.structs.replace(
+                found,
+                chunks=copy.chunks,
+                proven=len(closed.received),
+                not_updated=committed.not_updated,
+                seconds=time.monotonic() - began,
+                stall_s=committed.stall_s,
+            )
     raise AssertionError("unreachable")
 
 
@@ -181,18 +200,17 @@ class _Copy:
         client: Client,
         peer: Client,
         late: EngineInfo,
-        giver: EngineInfo,
+        version: int,
+        digest: str,
         timeout_s: float,
         progress: Progress | None,
     ) -> None:
-        assert giver.version is not None
-        assert giver.digest
         self.chunks = 0
         self._adapter = NativeAdapter(late)
         self._link = Link(client=client, adapter=self._adapter, info=late)
         self._peer = peer
         self._late = late
-        self._version, self._digest = giver.version, giver.digest
+        self._version, self._digest = version, digest
         self._timeout_s = timeout_s
         self._progress = progress
 
@@ -328,32 +346,3 @@ def _differences(late: EngineInfo, peer: EngineInfo) -> list[str]:
     if len(names) > _NAMES:
         found.append(f"{len(names) - _NAMES} more tensors differ")
     return found
-
-
-def _result(
-    target: Target,
-    peer: Target,
-    late: EngineInfo,
-    giver: EngineInfo,
-    began: float,
-    attempt: int,
-    copy: _Copy | None = None,
-    closed: Ack | None = None,
-    committed: Ack | None = None,
-) -> PeerCopy:
-    assert giver.version is not None
-    return PeerCopy(
-        url=target.url,
-        peer=peer.url,
-        engine=late.engine,
-        version_before=late.version,
-        version=giver.version,
-        digest=giver.digest or "",
-        chunks=0 if copy is None else copy.chunks,
-        proven=0 if closed is None else len(closed.received),
-        ranks=late.tp_size,
-        not_updated=() if committed is None else committed.not_updated,
-        seconds=time.monotonic() - began,
-        stall_s=0.0 if committed is None else committed.stall_s,
-        attempts=attempt,
-    )
