@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from tests.e2e.call_counts import FEW, MANY, Calls, Served, counts_of, grown
 from weightcast import UpdateReport, WeightUpdater
 from weightcast.comm import nixl
+from weightcast.comm.ipc import SharedBuffer
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.lab.bench.synthetic import nested
 from weightcast.runtime.lru import Lru
@@ -55,20 +57,58 @@ def holds(served: Served, model: nn.Module) -> bool:
     return not served.differing(dict(model.named_parameters()))
 
 
+def share(model: nn.Module) -> SharedBuffer:
+    """Moves a module's parameters into memory that other processes can map, as memory of a GPU is."""
+    buffer = SharedBuffer(sum(parameter.nbytes for parameter in model.parameters()), torch.device("cpu"))
+    start = 0
+    for parameter in model.parameters():
+        end = start + parameter.nbytes
+        parameter.data = buffer.data[start:end].view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
+        start = end
+    return buffer
+
+
 def module_counts(
     calls: Calls, count: int, transport: Any, **options: Any
 ) -> tuple[list[Counter[str]], list[UpdateReport]]:
     model = weights(1, count)
+    buffer = share(model)
     parameters = dict(model.named_parameters())
-    return counts_of(calls, model, specs_of(count), lambda: train(model), lambda: parameters, transport, **options)
+    try:
+        return counts_of(calls, model, specs_of(count), lambda: train(model), lambda: parameters, transport, **options)
+    finally:
+        buffer.close()
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast", "direct"])
+SHARDS = {"transport": "direct", "direct_by": "shards", "keep_mapped": True}
+BY_MEMORY = [
+    pytest.param({"transport": "ipc"}, id="ipc"),
+    pytest.param({"transport": "direct", "direct_by": "memory"}, id="direct by memory"),
+    pytest.param(SHARDS, id="direct by shards"),
+]
+# The transport with its threads, and the first words of listeners, are made once for all updates.
+MADE_ONCE = "transports/", "watch/", "update/choose.py"
+
+
 @pytest.mark.parametrize("verify", ["resident", "none"])
-def test_no_update_calls_a_function_for_each_tensor(calls, transport, verify):
-    few, few_reports = module_counts(calls, FEW, transport, verify=verify)
-    many, many_reports = module_counts(calls, MANY, transport, verify=verify)
-    assert [report.buckets for report in few_reports] == [report.buckets for report in many_reports] == [4, 4, 4]
+@pytest.mark.parametrize("way", BY_MEMORY)
+def test_the_first_update_discovers_nothing(calls, way, verify):
+    found, reports = module_counts(calls, FEW, **way, verify=verify)
+    connect, first, *later = found
+    assert [report.targets[0].proof for report in reports] == [verify] * 3
+    assert any(name.startswith("comm/ipc.py") and name.endswith(" _map_shm") for name in connect), "connect maps memory"
+    seen_later = set[str]().union(*later)
+    discovered = sorted(name for name in first.keys() - seen_later if not name.startswith(MADE_ONCE))
+    assert discovered == []
+
+
+@pytest.mark.parametrize("way", [*BY_MEMORY, pytest.param({"transport": "broadcast"}, id="broadcast")])
+@pytest.mark.parametrize("verify", ["resident", "none"])
+def test_no_update_calls_a_function_for_each_tensor(calls, way, verify):
+    few, few_reports = module_counts(calls, FEW, **way, verify=verify)
+    many, many_reports = module_counts(calls, MANY, **way, verify=verify)
+    buckets = [1 if way is SHARDS else 4] * 3
+    assert [report.buckets for report in few_reports] == [report.buckets for report in many_reports] == buckets
     assert grown(few[0], many[0]), "connect looks at each tensor, so this test can fail"
     for version, (first, second) in enumerate(zip(few[1:], many[1:], strict=True), start=1):
         assert not grown(first, second), f"update {version}"
@@ -191,15 +231,90 @@ def test_what_one_trainer_has_prepared_is_not_in_the_way_of_another():
         served.close()
 
 
-def test_memory_that_moves_after_connect_is_found(calls):
+@pytest.mark.parametrize("way", BY_MEMORY)
+def test_memory_that_moves_after_connect_is_found(way):
     served = Served(specs_of(FEW))
+    model = weights(1, FEW)
+    before = share(model)
+    buffers = [before]
     try:
-        model = weights(1, FEW)
-        with WeightUpdater.connect(model, served.url, transport="ipc", bucket_bytes=4096) as updater:
-            for parameter in (*model.parameters(), *served.model.parameters()):
+        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+            for parameter in served.model.parameters():
                 parameter.data = parameter.data.clone()
+            buffers.append(share(model))
+            before.close()  # what engines have mapped is not what is sent
+            train(model)
+            assert updater.update(version=1).targets[0].proof == "resident"
+            assert holds(served, model)
+            path, _, last = "blocks.w3".rpartition(".")
+            replaced = nn.Parameter(model.get_parameter("blocks.w3").data, requires_grad=False)
+            setattr(model.get_submodule(path), last, replaced)
+            train(model)
+            assert updater.update(version=2).targets[0].proof == "resident"
+        assert holds(served, model)
+    finally:
+        for buffer in buffers:
+            buffer.close()
+        served.close()
+
+
+def mapped_files() -> int:
+    """Number of mappings of shared buffers in this process, in which trainer and engine run."""
+    return Path("/proc/self/maps").read_text().count("/memfd:weightcast-")
+
+
+@pytest.mark.parametrize("way", BY_MEMORY)
+def test_an_engine_lets_go_of_a_trainer_that_never_sent(way):
+    served = Served(specs_of(FEW))
+    model = weights(1, FEW)
+    buffer = share(model)
+    try:
+        own = mapped_files()
+        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way):
+            assert mapped_files() > own
+        assert mapped_files() == own
+    finally:
+        buffer.close()
+        served.close()
+
+
+@pytest.mark.parametrize("way", BY_MEMORY)
+def test_an_engine_maps_again_what_it_was_told_to_unmap(way):
+    served = Served(specs_of(FEW))
+    model = weights(1, FEW)
+    buffer = share(model)
+    try:
+        own = mapped_files()
+        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+            connected = mapped_files()
+            updater.release()
+            assert own <= mapped_files() < connected
             train(model)
             assert updater.update(version=1).targets[0].proof == "resident"
         assert holds(served, model)
     finally:
+        buffer.close()
+        served.close()
+
+
+@pytest.mark.parametrize("way", BY_MEMORY)
+def test_targets_that_join_later_map_this_trainer_too(way):
+    served, late = Served(specs_of(FEW)), Served(specs_of(FEW))
+    model = weights(1, FEW)
+    buffer = share(model)
+    try:
+        own = mapped_files()
+        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+            one = mapped_files() - own
+            updater.retarget([served.url, late.url])
+            assert mapped_files() - own > one
+            train(model)
+            report = updater.update(version=1)
+            assert [row.proof for row in report.targets] == ["resident"] * 2
+            assert holds(served, model)
+            assert holds(late, model)
+        assert mapped_files() == own
+    finally:
+        buffer.close()
+        late.close()
         served.close()

@@ -264,22 +264,29 @@ class OwnParts:
         known = self._lying
         found = known.watched.now() if known is not None else None
         if known is None or found is None or known.served != served or known.layout is not found.layout:
-            views = [(number, self._served_view(self._layout.slots[number], number, box)) for number, box in served]
+            views = self._served_views(served)
             sources, watched = self._watch(list(dict.fromkeys(view.source for _, view in views)))
             found = watched.now()
             known = self._lying = _Lying(served, sources, watched, found.layout, views)
         return OwnMemory(known, found)
 
-    def _served_view(self, slot: TensorSlot, number: int, box: Box) -> _View:
-        part = OwnPart(slot=slot, number=number, box=box, place=None, origin=None, computed=False)
-        [found] = self._views_of([part])
-        if found is None or found[1].dtype != slot.spec.torch_dtype:
-            why = "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
-            raise ConfigError(
-                f"{slot.spec.name} cannot be read where it lies: {why}, and it travels in {slot.spec.dtype}",
-                hint="leave keep_mapped out, or send the dtype that the trainer keeps",
-            )
-        return found[0]
+    def _served_views(self, served: Sequence[tuple[int, Box]]) -> list[tuple[int, _View]]:
+        """Number of the slot and view of each part."""
+        parts = [
+            OwnPart(slot=self._layout.slots[number], number=number, box=box, place=None, origin=None, computed=False)
+            for number, box in served
+        ]
+        views: list[tuple[int, _View]] = []
+        for part, found in zip(parts, self._views_of(parts), strict=True):
+            spec = part.slot.spec
+            if found is None or found[1].dtype != spec.torch_dtype:
+                why = "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
+                raise ConfigError(
+                    f"{spec.name} cannot be read where it lies: {why}, and it travels in {spec.dtype}",
+                    hint="leave keep_mapped out, or send the dtype that the trainer keeps",
+                )
+            views.append((part.number, found[0]))
+        return views
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of slots from those of own parts."""

@@ -23,12 +23,12 @@ from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
-from weightcast.receiver.scattered_plan import LoadPlan, Parts, ScatteredPlan
+from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import Prepare, Way
+from weightcast.wire.messages import Prepare
 from weightcast.wire.plans import UpdatePlan
 from weightcast.wire.routes import Route
 
@@ -243,8 +243,10 @@ class Loader:
                 straight = self._straight(plan, runs[number] if number < len(runs) else ())
                 lent = frozenset(slot.spec.name for slot, _ in straight)
                 self._copier.prepare(plan, self.staging, self._device, lent)
-            elif number < len(message.parts):
-                self._prepare_share(layout, message.parts[number], message.way)
+            elif number < len(message.parts) and message.parts[number]:
+                parts = message.parts[number]
+                exchange = self.scattered.plan_exchange(layout, parts, read=message.way == "reads")
+                self.scattered.prepare(exchange.copies, [exchange.size_bytes], self._device, self.staging)
         self._arrivals.prepare([self.plan.buckets[layout.index].rows for layout in layouts], message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
@@ -252,16 +254,6 @@ class Loader:
             return self.known
         table = self._sums.prepare(self.staging.number, self._device, self.staging.lives)
         return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
-
-    def _prepare_share(self, layout: BucketLayout, parts: Parts, way: Way) -> None:
-        if not parts:  # such as of what is read where the trainer keeps it
-            return
-        if way == "buffers":
-            sizes = [layout.size_bytes] * len(parts)
-            self.scattered.prepare(self.scattered.plan(layout, parts), sizes, self._device, self.staging)
-            return
-        plan = self.scattered.plan_exchange(layout, parts, read=way == "reads")
-        self.scattered.prepare(plan.copies, [plan.size_bytes], self._device, self.staging)
 
     def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
         """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.

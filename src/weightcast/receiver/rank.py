@@ -273,7 +273,11 @@ class WeightReceiver:
         if self._open is not None and self._committed != self._open.session:
             raise Refused("an update is under way")
         self.loader.check(message.plan.specs)
+        if message.sources:
+            self._take_owner(message.owner)
         written = self.loader.prepare(message)
+        for layout, source in zip(message.plan.layouts, message.sources, strict=False):
+            self._shares.prepare(layout, source)
         if message.verify != "none" and message.way == "buckets":
             self.loader.plan.sums.prepare_totals()
         return self._ack(held=written)
@@ -284,9 +288,7 @@ class WeightReceiver:
         self._end()
         self.loader.begin(message.plan)
         self._received.begin(self.loader.plan.sums)
-        if message.owner != self._owner:
-            self._unmap()  # another trainer, perhaps dead, cannot free memory that is mapped here
-            self._owner = message.owner
+        self._take_owner(message.owner)
         self._open = message
         self._committed = ""
         self._scattered = False
@@ -294,6 +296,11 @@ class WeightReceiver:
         self._peak = PeakMemory(self.device).__enter__()
         self._measuring = True
         return self._ack()
+
+    def _take_owner(self, owner: Owner | None) -> None:
+        if owner != self._owner:
+            self._unmap()  # another trainer, perhaps dead, cannot free memory that is mapped here
+            self._owner = owner
 
     def _take(self, message: Announce) -> RankAck:
         session = self._session(message.session)

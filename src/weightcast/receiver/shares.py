@@ -12,18 +12,20 @@ import torch
 from weightcast.comm.group_moves import Move
 from weightcast.errors import Refused, WeightcastError
 from weightcast.receiver.loader import Loader
-from weightcast.receiver.scattered_plan import ExchangePlan
+from weightcast.receiver.scattered_plan import ExchangePlan, ScatteredPlan
 from weightcast.receiver.sources.broadcast import BroadcastSource, Passing
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.wire.bucket_sources import (
     ExchangeSource,
+    IpcSource,
     MappedSource,
     OwnLegs,
     PartialBuffer,
     RemoteSource,
     ScatteredSource,
+    Source,
 )
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import Wanted, encode_wanted, name_of
@@ -58,6 +60,31 @@ class Shares:
         """The boxes that this rank must get, for the trainer ranks."""
         return encode_wanted(self.loader.scattered.wanted)
 
+    def prepare(self, layout: BucketLayout, source: Source) -> None:
+        """Maps the memory of a source, and works out the copies of this rank's share; nothing is read.
+
+        Raises:
+            Refused, MappingFailed: As ``take``.
+        """
+        if isinstance(source, IpcSource):
+            self.memory.read(layout, source.handles)
+        elif isinstance(source, ScatteredSource | MappedSource):
+            memories, plan = self._in_memory(layout, source)
+            sizes = list(map(torch.Tensor.numel, memories))
+            if not self.memory.far(memories):
+                self.loader.scattered.prepare(plan, sizes, self.device, self.loader.staging)
+
+    def _in_memory(
+        self, layout: BucketLayout, source: ScatteredSource | MappedSource
+    ) -> tuple[list[torch.Tensor], ScatteredPlan]:
+        """The mapped memory of a source, and the copies out of it."""
+        scattered = self.loader.scattered
+        if isinstance(source, MappedSource):
+            memories = self.memory.read_memories(source.memories)
+            return memories, scattered.plan_mapped(layout, source.parts, memories)
+        memories = self.memory.read_parts(layout, source.buffers)
+        return memories, scattered.plan(layout, tuple(buffer.parts for buffer in source.buffers))
+
     def take(
         self,
         layout: BucketLayout,
@@ -84,17 +111,10 @@ class Shares:
         if isinstance(source, OwnLegs):
             return self._take_legs(layout, source, timeout_s=timeout_s, summed=summed, interrupted=interrupted)
         if isinstance(source, ScatteredSource | MappedSource):
-            if isinstance(source, ScatteredSource):
-                memories = self.memory.read_parts(layout, source.buffers)
-            else:
-                memories = self.memory.read_memories(source.memories)
+            memories, plan = self._in_memory(layout, source)
             if interrupted():
                 raise Refused("interrupted")
             arrived = time.monotonic()
-            if isinstance(source, ScatteredSource):
-                plan = scattered.plan(layout, tuple(buffer.parts for buffer in source.buffers))
-            else:
-                plan = scattered.plan_mapped(layout, source.parts, memories)
             self.loader.load_scattered(memories, plan, far=self.memory.far(memories), summed=summed)
             wait_for_streams(self.device, *(memory.device for memory in memories))
             return arrived

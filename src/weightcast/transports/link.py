@@ -136,7 +136,13 @@ class Link:
         buffers = [buffer for buffer in buffers if buffer.host in ("", self.info.host_id)]
         if self.sharing == "ring":
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
-        return [msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=()) for buffer in buffers]
+        # What is nobody's alone stays the same object: sources are made and encoded once for each.
+        return [
+            msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=())
+            if buffer.torch or buffer.ring
+            else buffer
+            for buffer in buffers
+        ]
 
     def _shared_by_host(self, buffers: Sequence[Shared]) -> list[Shared]:
         """The handles of each host, with the ranks that are there; trainer ranks on one host do not name it."""

@@ -5,6 +5,7 @@ The exporter fills one bucket while the transport sends the one before it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.digest.transfers import prepare_kernels
+from weightcast.errors import ConfigError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import BucketUse, Exporter, Lender, Mappable, Planning, Refilling, Summing
@@ -30,13 +32,15 @@ from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
 from weightcast.update.messages import Choice
 from weightcast.update.packs import Packs
-from weightcast.update.prepare import SendPlan, SharedParts
+from weightcast.update.prepare import SendPlan
 from weightcast.update.served_parts import MappedShares, ServedParts
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted, name_of
+
+log = logging.getLogger("weightcast.update.bucket_stream")
 
 Progress = Callable[[int, int], None]
 
@@ -67,7 +71,6 @@ _told = msgspec.json.Decoder(_Told)
 _shared = msgspec.json.Decoder(Shared)
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
-_shared_parts = msgspec.json.Decoder(SharedParts)
 
 
 _Filled = Iterator[tuple[Bucket | None, SharedSlot | None]]
@@ -177,26 +180,46 @@ class BucketStream:
         """The plan of the updates to come, with the weights as they lie now."""
         return self._plan_of(self._lend())
 
-    def shared_parts(self) -> list[SharedParts]:
-        """The parts that each trainer rank gives of each bucket, in order of rank, on the head.  Collective.
+    def share_ahead(self) -> list[list[Shared]]:
+        """What engines will get of each bucket from each trainer rank, in order of rank, on the head.  Collective.
 
-        A bucket that engines read where trainer ranks keep it has none.  Empty on other ranks, and for whole buckets.
+        These are the parts, and the handles to memory that stays where it is from now on: this allocates buffers.
+        Empty if neither is known before an update.
         """
-        if not self._choice.scattered:
-            return []
-        mapped = ((),) * self._num_mapped
-        buckets = tuple(self._served.parts_of(layout) for layout in self._layouts[self._num_mapped :])
-        if self._choice.leg_hosts:
-            return []  # each engine rank has its own, which its first bucket tells
-        host = self._group.hosts[self._group.rank] if self._choice.reading_hosts else ""
-        mine = SharedParts(buckets=(*mapped, *buckets), host=host)
-        gathered = self._group.gather_bytes(msgspec.json.encode(mine), timeout_s=self._wait_s)
-        return [_shared_parts.decode(one) for one in gathered or ()]
+        choice = self._choice
+        if choice.leg_hosts or not (choice.scattered or choice.ways):
+            return []  # each engine rank has its own legs, which its first bucket tells
+        found: list[list[Shared]] = []
+        problem = ""
+        for number, layout in enumerate(self._layouts):
+            mine: Shared | None = None
+            try:
+                mine = self._mine_ahead(number, layout) if not problem else None
+            except ConfigError as error:
+                problem = str(error)
+                log.info("engines map this rank's memory in the first update, if they can: %s", problem)
+            if number < self._num_mapped:
+                found.append(self._gather_mapped(mine))
+                continue
+            parts = self._served.parts_of(layout) if choice.scattered else ()
+            data = self._encoded(layout, mine, parts, ()) if mine is not None else b""
+            found.append(self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or []))
+        return found
+
+    def _mine_ahead(self, number: int, layout: BucketLayout) -> Shared | None:
+        """Handles to this rank's memory for a bucket; none in them if it is not known yet, None if it has no part."""
+        if number < self._num_mapped:
+            return self._mapped.share(self._mapped.look(layout))
+        if self._choice.exchanges or "weightcast" not in self._choice.ways:
+            return Shared()
+        self._make_slots()
+        slot = self._slot(number)
+        return slot.share(opens=0) if slot is not None else None
 
     def prepare(self, plan: SendPlan) -> None:
         """Works out the steps of every bucket, without reading or moving weights."""
         exporter = self._exporter
-        if self._verifies:
+        if self._verifies or exporter.device.type == "cuda":  # where copies are launches of the same kernel
             prepare_kernels(exporter.device, size_bytes=sum(self._payload_bytes))
         for layout in self._layouts[self._num_mapped :]:
             self._served.prepare(layout)
@@ -297,6 +320,18 @@ class BucketStream:
         """Returns the tensors of each bucket that are sent without a copy; empty if the plan has none."""
         return cast(Lender, self._exporter).lend(self._layouts, self._group) if self._choice.zero_copy else ()
 
+    def _make_slots(self) -> None:
+        """Allocates this rank's buffers, if it has any, unless they are there."""
+        layouts = self._layouts[self._num_mapped :]
+        if self._group.rank in self._group.receivers and layouts and not self._slots:
+            size = max(layout.size_bytes + self._pack_bytes(layout) for layout in layouts)
+            count = min(_NUM_SLOTS, len(layouts))
+            self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
+
+    def _slot(self, index: int) -> SharedSlot | None:
+        """The buffer of a bucket; None if this rank has none."""
+        return self._slots[(index - self._num_mapped) % len(self._slots)] if self._slots else None
+
     def _fill(self, filling: Filling, first: int = 0) -> _Filled:
         """Fills each bucket into its slot; yields None and None on a rank that only contributes shards.
 
@@ -305,12 +340,8 @@ class BucketStream:
         for layout in self._layouts[: self._num_mapped]:  # nothing is filled
             yield Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")), None
         layouts = self._layouts[self._num_mapped :]
-        receives = self._group.rank in self._group.receivers
-        if receives and layouts and not self._slots:
-            size = max(layout.size_bytes + self._pack_bytes(layout) for layout in layouts)
-            count = min(_NUM_SLOTS, len(layouts))
-            self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
-        slots = [slot.data for slot in self._slots] if receives else None
+        self._make_slots()
+        slots = [slot.data for slot in self._slots] if self._group.rank in self._group.receivers else None
         scattered = self._choice.scattered
         begin = first if isinstance(self._exporter, Refilling) and self._exporter.refills else 0
         buckets = bucketize(
@@ -325,7 +356,7 @@ class BucketStream:
             unsummed=filling.filled,
         )
         for number, layout in enumerate(layouts[begin:], begin):
-            slot = self._slots[number % len(self._slots)] if receives else None
+            slot = self._slot(self._num_mapped + number)
             if slot is not None:
                 slot.reclaim()
             began = time.monotonic()
@@ -365,7 +396,7 @@ class BucketStream:
                 filling.sums.append(filling.plan.sums.of(bucket))
             mapped = layout.index < self._num_mapped
             if mapped:
-                parts, shared = (), self._gather_mapped(layout)
+                parts, shared = (), self._gather_mapped(self._look_at_mapped(layout))
             else:
                 parts = self._served.look(bucket) if self._choice.scattered and bucket is not None else ()
                 shared = self._gather_shared(layout, slot, parts, self._pack(bucket, slot, parts))
@@ -485,20 +516,24 @@ class BucketStream:
             known = self._sent_parts[layout.index] = parts, shared, packs, data
         return known[3]
 
-    def _gather_mapped(self, layout: BucketLayout) -> list[Shared]:
-        """Gathers the handles to all ranks' own memory on the head, and the parts in it.
+    def _look_at_mapped(self, layout: BucketLayout) -> Shared:
+        """Handles to this rank's own memory, and the parts in it.
 
         It raises ConfigError if a part cannot be read where it lies, and NotFinite.
         """
         lying = self._mapped.look(layout)
         if self._checks_finite:
             check_parts_finite([(layout.slots[number].spec.name, view) for number, _, view in lying.views()])
-        shared = self._mapped.share(lying)
+        return self._mapped.share(lying)
+
+    def _gather_mapped(self, mine: Shared | None) -> list[Shared]:
+        """Gathers the handles to all ranks' own memory on the head; ``mine`` is None if this rank cannot give any."""
         if self._group.world_size == 1:
-            return [shared]
-        if self._mine is None or self._mine[0] is not shared:
-            self._mine = shared, msgspec.json.encode(shared)
-        return self._shared_by(self._group.gather_bytes(self._mine[1], timeout_s=self._wait_s) or [])
+            return [mine] if mine is not None else []
+        if mine is not None and (self._mine is None or self._mine[0] is not mine):
+            self._mine = mine, msgspec.json.encode(mine)
+        data = self._mine[1] if mine is not None and self._mine is not None else b""
+        return self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or [])
 
     def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:
         """The handles that trainer ranks sent, in order of rank, with the host where they can be opened."""

@@ -28,7 +28,7 @@ from weightcast.update.choose import Plan
 from weightcast.update.exchange import Exchange
 from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
-from weightcast.update.prepare import Preparation, SendPlan, SharedParts
+from weightcast.update.prepare import Preparation, SendPlan
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
@@ -85,6 +85,7 @@ class Head:
         self._failure: WeightcastError | None = None
         self._targets = {target.url: target for target in targets}
         self._late = Late()
+        self._mapped: Sequence[Link] = ()  # targets that have mapped this trainer's memory before the first update
 
     # -- before an attempt
 
@@ -92,13 +93,14 @@ class Head:
         """Probes every target and chooses the transport; raises as ``Plan.choose``."""
         return self._plan.choose()
 
-    def prepare(self, plan: SendPlan, parts: Sequence[SharedParts]) -> Preparation:
+    def prepare(self, plan: SendPlan, shared: Sequence[Sequence[Shared]]) -> Preparation:
         """Hands the plan of the updates to come to every chosen target, and works out what the head compares.
 
-        ``parts`` has what each trainer rank gives of each bucket, where engine ranks get shares; else it is empty.
+        ``shared`` is as ``BucketStream.share_ahead`` returns it.
         """
         links = [link for link in self._plan.links.values() if link.planned]
-        preparing = Preparation(links, plan.tables, self._config, self._plan.reach.of, parts)
+        preparing = Preparation(links, plan.tables, self._config, self._plan.reach.of, shared)
+        self._mapped = preparing.mapped
         self._verifier.prepare(plan, links)
         return preparing
 
@@ -371,7 +373,9 @@ class Head:
 
     def close(self) -> None:
         """Closes the transport on both sides; safe to call twice."""
-        self.sessions.close()
+        if not self.sessions.close() and self._mapped:  # no update, which would have made a transport
+            leave_all(self._mapped)
+        self._mapped = ()
         for link in self._plan.links.values():
             for note in link.take_notes():  # no report comes after this
                 log.warning("%s: %s", link.url, note)

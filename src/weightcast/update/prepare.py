@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
+from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm import event_loop
+from weightcast.comm.shared_buckets import Shared
 from weightcast.config import UpdateConfig
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.sent import casts_of
@@ -22,9 +22,10 @@ from weightcast.protocols import Preparing
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.spec import TransportSpec
 from weightcast.update.finite import FiniteCheck
+from weightcast.update.sessions import this_process
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import run_sizes
-from weightcast.wire.bucket_sources import Part
+from weightcast.wire.bucket_sources import Part, Source
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Prepare, Way
 from weightcast.wire.plans import UpdatePlan
@@ -32,15 +33,12 @@ from weightcast.wire.plans import UpdatePlan
 log = logging.getLogger("weightcast.update.prepare")
 
 
-class SharedParts(msgspec.Struct, frozen=True):
-    """The parts that one trainer rank gives of each bucket; ``host`` is that of its buffers, empty for any."""
-
-    buckets: tuple[tuple[Part, ...], ...]
-    host: str = ""
-
-
 class Preparation:
-    """The engines' work on a plan, beside which the trainer does its own."""
+    """The engines' work on a plan, beside which the trainer does its own.
+
+    Attributes:
+        mapped: The engines that map this trainer's memory.
+    """
 
     def __init__(
         self,
@@ -48,28 +46,38 @@ class Preparation:
         plan: UpdatePlan,
         config: UpdateConfig,
         transport_of: Callable[[str], TransportSpec],
-        parts: Sequence[SharedParts],
+        shared: Sequence[Sequence[Shared]],
     ) -> None:
         """Sends the plan to every engine that takes it; ``transport_of`` is the transport to a URL.
 
-        ``parts`` is what each trainer rank gives of each bucket, where engine ranks get shares; else empty.
+        ``shared`` is as ``BucketStream.share_ahead`` returns it.
         """
         plan = plan if in_flight_to(links) > 1 else plan.without_runs
-        messages: dict[tuple[Way, str], Prepare] = {}
+        owner = this_process()
+        messages: dict[tuple[object, ...], tuple[Prepare, object]] = {}
         self._asked: list[Link] = []
+        self.mapped: list[Link] = []
         steps: list[Coroutine[Any, Any, Ack]] = []
         for link in links:
             if not isinstance(link.adapter, Preparing):
                 continue
             way = _way_to(link, transport_of(link.url))
-            host = link.info.host_id if way == "buffers" else ""
-            message = messages.get((way, host))
-            if message is None:
-                shares = () if way == "buckets" or not parts else _shares_of(parts, way, host)
-                message = Prepare(plan=plan, verify=config.verify, way=way, parts=shares)
-                messages[way, host] = message
+            given = [link.shared(some) for some in shared] if not link.near and not link.reads else []
+            key = way, *(id(one) for some in given for one in some)
+            if key not in messages:
+                message = Prepare(
+                    plan=plan,
+                    owner=owner,
+                    verify=config.verify,
+                    way=way,
+                    parts=_parts(way, given),
+                    sources=_sources(plan, way, given),
+                )
+                messages[key] = message, given  # kept alive, so that their ids stay their own
+            if messages[key][0].sources:
+                self.mapped.append(link)
             self._asked.append(link)
-            steps.append(link.prepare(link.adapter.prepare(message), timeout_s=config.timeout_s))
+            steps.append(link.prepare(link.adapter.prepare(messages[key][0]), timeout_s=config.timeout_s))
         self._answers: Sequence[Future[Ack]] = event_loop.submit(steps)
 
     def wait(self) -> None:
@@ -87,19 +95,29 @@ def _way_to(link: Link, spec: TransportSpec) -> Way:
         return "buckets"
     if spec.exchanges:
         return "messages"
-    return "reads" if link.sharing == "remote" else "buffers"
+    return "reads" if link.sharing == "remote" else "memory"
 
 
-def _shares_of(parts: Sequence[SharedParts], way: Way, host: str) -> tuple[tuple[tuple[Part, ...], ...], ...]:
-    """The parts of each bucket in the form of ``Prepare.parts``; ``host`` is that of the engine."""
-    if way == "messages":
-        return tuple(tuple(own.buckets[number] for own in parts) for number in range(_count(parts)))
-    near = [own for own in parts if way == "reads" or own.host in ("", host)]
-    return tuple(tuple(own.buckets[number] for own in near if own.buckets[number]) for number in range(_count(parts)))
+def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[Part, ...], ...], ...]:
+    """The parts of each bucket in the form of ``Prepare.parts``."""
+    if way not in _BY_PARTS:
+        return ()
+    return tuple(tuple(one.parts for one in some if one.parts or way == "messages") for some in given)
 
 
-def _count(parts: Sequence[SharedParts]) -> int:
-    return len(parts[0].buckets) if parts else 0
+def _sources(plan: UpdatePlan, way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
+    """The source of each bucket as ``Announce`` will have it; empty unless all buckets lie in memory already."""
+    if way in _BY_PARTS or not given or not all(map(any, ([_lies(one) for one in some] for some in given))):
+        return ()
+    announced = zip(plan.layouts, given, strict=True)
+    return tuple(announce_of("", layout, group=None, shared=some).source for layout, some in announced)
+
+
+def _lies(one: Shared) -> bool:
+    return one.memory is not None or bool(one.memories)
+
+
+_BY_PARTS = ("messages", "reads")
 
 
 class SendPlan:

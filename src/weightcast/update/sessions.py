@@ -309,11 +309,12 @@ class Sessions:
         if self._transport is not None:
             self._transport.settle()
 
-    def close(self) -> None:
-        """Closes the transport on both sides; safe to call twice."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+    def close(self) -> bool:
+        """Closes the transport on both sides; safe to call twice.  False if there was none."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+        return transport is not None
 
     @contextmanager
     def _moving(self) -> Generator[None]:
@@ -365,6 +366,11 @@ class Sessions:
             self._roster.broke_off(link.url, reason, whole=whole)
 
 
+def this_process() -> Owner:
+    """This process as the owner of sessions, and of memory that engines map."""
+    return Owner(host=socket.gethostname(), pid=os.getpid())
+
+
 def open_message(config: UpdateConfig, links: Sequence[Link], version: int, plan: UpdatePlan) -> Open:
     """Returns the message that opens a new session on these targets."""
     # A receiver that knows the sizes of broadcasts may post bucket n+1's receive before it replies to n, so the sender
@@ -372,7 +378,7 @@ def open_message(config: UpdateConfig, links: Sequence[Link], version: int, plan
     plan = plan if in_flight_to(links) > 1 else plan.without_runs
     return Open(
         session=secrets.token_hex(16),
-        owner=Owner(host=socket.gethostname(), pid=os.getpid()),
+        owner=this_process(),
         version=version,
         allow_older=config.allow_older,
         timeout_s=config.timeout_s,

@@ -114,6 +114,8 @@ class WeightUpdater:
             self._choose()
             tell_targets(self._events, self.health)
         except BaseException:
+            if self._head is not None:
+                self._head.close()
             if self._roster is not None:
                 self._roster.close()
             self._group.close()
@@ -313,7 +315,7 @@ class WeightUpdater:
             raise ConfigError(f"catch_up={catch_up!r} is unknown", hint='choose False, True or "peers"')
         known = targets_of(targets)
         self._ranks.enter()
-        before, head = self._targets, self._head
+        before = self._targets
         self._targets = known
         try:
             with gc_paused():
@@ -322,8 +324,6 @@ class WeightUpdater:
             self._targets = before
             raise
         finally:
-            if head is not None and head is not self._head:
-                head.close()
             if self._roster is not None:
                 self._roster.set_members(self._targets)
             tell_targets(self._events, self.health)
@@ -441,14 +441,16 @@ class WeightUpdater:
         choice = self._ranks.hear(choice)
         if choice.failure is not None:
             raise choice.failure.rebuild()
+        if self._head is not None:
+            self._head.close()  # engines unmap the buffers that are freed next, and map the new ones after that
         self._head, self._served = head, choice.served
         self._prepare(self._use(choice, layouts))
 
     def _prepare(self, stream: BucketStream) -> None:
         """Works out on both sides what the first update would otherwise have to find out.  Collective."""
         plan = stream.plan()
-        parts = stream.shared_parts()
-        preparing = self._head.prepare(plan, parts) if self._head is not None else None
+        shared = stream.share_ahead()
+        preparing = self._head.prepare(plan, shared) if self._head is not None else None
         stream.prepare(plan)
         if preparing is not None:
             preparing.wait()

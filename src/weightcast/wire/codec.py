@@ -44,9 +44,10 @@ def _with(kind: Any, message: Any, **other: Any) -> Any:
 
 _Specs = Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
 _Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
+_Raws = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
-_PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw})
+_PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw, "sources": _Raws})
 _ANNOUNCED: dict[str, Any] = {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket, "known_source": PlanHash}
 _AnnounceForm = _form(Announce, _ANNOUNCED | {"source": msgspec.Raw})
 _RankForm = _form(RankAck, {"held": HeldForm})
@@ -91,7 +92,8 @@ def encode(
         message = _open_form(message, named=named)
     elif isinstance(message, Prepare):
         tables = msgspec.UNSET if named else msgspec.Raw(message.plan.encoded)
-        message = _with(_PrepareForm, message, plan=message.plan.hash, tables=tables)
+        sources = tuple(map(encode_source, message.sources)) or msgspec.UNSET
+        message = _with(_PrepareForm, message, plan=message.plan.hash, tables=tables, sources=sources)
     elif isinstance(message, Announce):
         rest: dict[str, Any] = {"layout": message.layout, "plan": msgspec.UNSET, "bucket": msgspec.UNSET}
         if message.plan:
@@ -141,7 +143,8 @@ def _prepared(form: Any) -> Prepare:
     if form.plan is msgspec.UNSET:
         raise ValueError("a Prepare needs a plan")
     plan = kept_plan(form.plan) if form.tables is msgspec.UNSET else take_plan(form.plan, bytes(form.tables))
-    return _with(Prepare, form, plan=plan)
+    sources = () if form.sources is msgspec.UNSET else tuple(map(decode_source, form.sources))
+    return _with(Prepare, form, plan=plan, sources=sources)
 
 
 def _announced(form: Any) -> Announce:

@@ -36,7 +36,7 @@ from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, UpdatePlan
 
 PROTOCOL = 6
-Way = Literal["buckets", "buffers", "messages", "reads"]
+Way = Literal["buckets", "memory", "messages", "reads"]
 # Paths at which an engine gives chunks of its weights to another engine, and tells which boxes its ranks want.
 CHUNK = "/weightcast/chunk"
 BOXES = "/weightcast/boxes"
@@ -88,21 +88,26 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not fit its model.  An update that comes with another plan, or without this message, only takes longer.
 
     Attributes:
+        owner: The process whose memory ``sources`` name.
         verify: Proof that the updates will ask for.
-        way: How engine ranks will get their own shares: out of trainer ranks' "buffers" on their host, by "messages",
-            or by "reads" through NIXL; "buckets" if they will get whole buckets.
+        way: How engine ranks will get their own shares: out of ``sources`` in "memory", by "messages", or by "reads"
+            through NIXL; "buckets" if they will get whole buckets.
         parts: The parts that each trainer rank will give of each bucket, as in the bucket's source; empty if that is
-            not known yet, or for "buckets".
+            not known yet, and where ``sources`` say it.
+        sources: Source of each bucket in shared memory, which engine ranks map; empty if there is no such memory, or if
+            it is not known yet.  An update may come with others.
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     plan: UpdatePlan
+    owner: Owner | None = None
     verify: VerifyLevel
     way: Way = "buckets"
     parts: Annotated[
         tuple[Annotated[tuple[Annotated[tuple[Part, ...], Meta(max_length=1 << 22)], ...], Meta(max_length=4096)], ...],
         Meta(max_length=MAX_BUCKETS),
     ] = ()
+    sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_BUCKETS)] = ()
     known_tables: KnownTables = ()
 
 

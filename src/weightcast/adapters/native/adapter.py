@@ -74,6 +74,8 @@ class NativeAdapter:
         """As ``protocols.Preparing.prepare``."""
         ack = yield from self._told("apply", message, known=message.plan.hash == self._sent)
         self._sent = message.plan.hash
+        for index, source in enumerate(message.sources):
+            self._sources[index] = name_of_source(source)
         return ack
 
     def join(self, invitation: Invitation) -> Steps:

@@ -23,7 +23,8 @@ class SharedMemorySource:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mappings: dict[MemoryHandle, Mapping] = {}
+        self._mappings: dict[MemoryHandle, Mapping] = {}  # of buffers
+        self._memories: dict[MemoryHandle, Mapping] = {}  # of what trainer ranks keep
 
     def read_memories(self, handles: Sequence[MemoryHandle]) -> list[torch.Tensor]:
         """Trainer ranks' own memory, flat uint8; no copy.  Mappings that are not named again are closed first.
@@ -31,26 +32,30 @@ class SharedMemorySource:
         Raises as ``read``.
         """
         named = frozenset(handles)
-        for handle in [known for known in self._mappings if known not in named]:
-            self._mappings.pop(handle).close()
+        for handle in [known for known in self._memories if known not in named]:
+            self._memories.pop(handle).close()
         found: list[torch.Tensor] = []
         for handle in handles:
-            mapping = self._mappings.get(handle)
+            mapping = self._memories.get(handle)
             if mapping is None:
-                mapping = self._mappings[handle] = Mapping(handle, self._device)
+                mapping = self._memories[handle] = Mapping(handle, self._device)
             mapping.wait()
             found.append(mapping.data)
         return found
 
     def far(self, buffers: Sequence[torch.Tensor]) -> frozenset[int]:
         """Numbers of those of some mapped buffers that lie on another GPU than the one that reads them."""
-        known = {mapping.data.data_ptr() for mapping in self._mappings.values() if mapping.is_far}
+        known = {mapping.data.data_ptr() for mapping in self._mapped if mapping.is_far}
         return frozenset(number for number, buffer in enumerate(buffers) if buffer.data_ptr() in known)
 
     @property
     def devices(self) -> set[torch.device]:
         """Devices of the mapped buffers."""
-        return {mapping.data.device for mapping in self._mappings.values()}
+        return {mapping.data.device for mapping in self._mapped}
+
+    @property
+    def _mapped(self) -> list[Mapping]:
+        return [*self._mappings.values(), *self._memories.values()]
 
     def read_parts(self, layout: BucketLayout, buffers: Sequence[PartialBuffer]) -> list[torch.Tensor]:
         """The bucket of each trainer rank, flat uint8, with that rank's own parts; no copy.  Raises as ``read``."""
@@ -79,9 +84,10 @@ class SharedMemorySource:
 
     def close(self) -> None:
         """Unmap everything; safe to call twice."""
-        for mapping in self._mappings.values():
+        for mapping in self._mapped:
             mapping.close()
         self._mappings.clear()
+        self._memories.clear()
 
     def _nearest(self, handles: Sequence[MemoryHandle]) -> MemoryHandle:
         """The buffer on this rank's own device, else one on a device that it can see."""
