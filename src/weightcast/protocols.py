@@ -243,12 +243,14 @@ class BucketUse:
         scattered: True for ``Scattering.fill_own`` in the place of ``fill``.
         copies: False if engines read the tensors where they lie, so that nothing is filled.
         sums: True if this rank's parts will be summed.
+        buffers: The buffers that will be filled in turn; empty if they are not there yet.
     """
 
     lent: Sequence[Collection[str]] = ()
     scattered: bool = False
     copies: bool = True
     sums: bool = False
+    buffers: Sequence[torch.Tensor] = ()
 
 
 @runtime_checkable

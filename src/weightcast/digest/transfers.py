@@ -86,13 +86,23 @@ class PlacedLaunches:
         known = self._known.get(place)
         sums = known.launch(summed=summed) if known is not None else None
         if sums is None:  # or it was made for another stream
-            made = _launches(transfers(), self._count, self._device)
-            if len(self._known) >= _MAX_PLACES:
-                self._known.clear()
-            self._known[place] = made
-            sums = made.launch(summed=summed)
+            sums = self._make(place, transfers).launch(summed=summed)
             assert sums is not None, "it was made for the current stream"
         return sums
+
+    def prepare(self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]) -> None:
+        """Makes the tables that ``run`` needs for a place."""
+        if place not in self._known:
+            self._make(place, transfers)
+
+    def _make(
+        self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]
+    ) -> Launches | on_cpu.Launches:
+        made = _launches(transfers(), self._count, self._device)
+        if len(self._known) >= _MAX_PLACES:
+            self._known.clear()
+        self._known[place] = made
+        return made
 
 
 def worth_launch(size_bytes: int, device: torch.device) -> bool:

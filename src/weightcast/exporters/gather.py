@@ -66,12 +66,14 @@ class Gatherer:
         use: BucketUse,
         *,
         lent: Collection[str] = (),
+        data: torch.Tensor | None = None,
         receivers: tuple[int, ...] | None = None,
     ) -> None:
         """Works out what a bucket needs; see ``Planning.plan``.
 
         Args:
             lent: Names of this bucket's zero-copy tensors.
+            data: The buffer that it will be filled into; None if that is not there yet.
             receivers: As for ``fill``.
         """
         receivers = tuple(range(group.world_size)) if use.scattered else receivers or group.receivers
@@ -79,7 +81,8 @@ class Gatherer:
         if use.sums and group.is_head:
             plan.ledger.prepare(group.world_size)
         with torch.no_grad():
-            own.prepare(group.device, lent, copies=use.copies and group.rank in receivers, sums=use.sums)
+            copies = use.copies and group.rank in receivers
+            own.prepare(group.device, lent, copies=copies, sums=use.sums, data=data)
 
     def fill(
         self,

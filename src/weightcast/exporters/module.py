@@ -73,7 +73,9 @@ class GatheringExporter:
         """Implements ``Planning.plan``."""
         with self._tensors.looking():
             for number, layout in enumerate(layouts):
-                self._gatherer.plan(layout, group, use, lent=use.lent[number] if use.lent else ())
+                lent, buffers = use.lent[number] if use.lent else (), use.buffers
+                data = buffers[number % len(buffers)] if buffers else None
+                self._gatherer.plan(layout, group, use, lent=lent, data=data)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
@@ -193,7 +195,8 @@ class NamedExporter(GatheringExporter):
         with self._tensors.looking():
             self._prepare(group)
             try:
-                self._merger.begin(layout, self.sources(layout) if self._merger else [], group, sources)
+                if self._merger:
+                    self._merger.begin(layout, self.sources(layout), group, sources)
                 if self._quantiser is not None:
                     self._quantiser.begin(layout, group)
                 yield

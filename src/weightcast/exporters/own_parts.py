@@ -5,7 +5,7 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,7 +186,15 @@ class OwnParts:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def prepare(self, device: torch.device, lent: Collection[str], *, copies: bool, sums: bool) -> None:
+    def prepare(
+        self,
+        device: torch.device,
+        lent: Collection[str],
+        *,
+        copies: bool,
+        sums: bool,
+        data: torch.Tensor | None = None,
+    ) -> None:
         """Works out what ``copy_into`` and ``sum_in_place`` need to know, without reading the parts.
 
         Args:
@@ -194,18 +202,20 @@ class OwnParts:
             lent: Names of the zero-copy tensors.
             copies: True if parts will be copied into a bucket, else they are read where they lie.
             sums: True if parts will be summed.
+            data: The buffer that they will be copied into; None if that is not there yet.
         """
         if not self._parts:
             return
         summed = False
         if copies:
-            steps = self._copying
-            if steps is None or steps.lent != frozenset(lent):
-                steps, _ = self._plan_copies(device, frozenset(lent))
-                self._copying = steps
+            steps, found = self._copy_steps(device, frozenset(lent))
+            if steps.summed is not None and data is not None:
+                steps.launches.prepare(*_placing(steps.summed, found, data.data_ptr()))
             summed = not steps.lent and not steps.copies and not steps.rest
-        if sums and not summed and self._summing is None:
-            self._summing, _ = self._plan_sums()
+        if sums and not summed:
+            steps, found = self._sum_steps()
+            for template, launches in steps.launches.values():
+                launches.prepare(*_placing(template, found))
 
     def copy_into(self, bucket: Bucket, taker: Taker | None) -> torch.Tensor | None:
         """Copies the parts into the bucket.  Computed values are summed there.
@@ -214,12 +224,7 @@ class OwnParts:
             The sums of the slots, if all parts were summed on the way; ``taker`` has them too then.
         """
         self._seen = [], None
-        steps, found = self._copying, None
-        if steps is not None and steps.lent == frozenset(bucket.lent):
-            found = steps.watched.now()
-        if steps is None or found is None or found.layout is not steps.layout:
-            steps, found = self._plan_copies(bucket.data.device, frozenset(bucket.lent))
-            self._copying = steps
+        steps, found = self._copy_steps(bucket.data.device, frozenset(bucket.lent))
         # Of some slots there would be no sum: then all parts are summed where they lie.
         summed = taker is not None and not steps.lent and not steps.copies and not steps.rest
         sums = None
@@ -243,17 +248,32 @@ class OwnParts:
         if summed_on_the_way:
             return
         (known, found), self._seen = self._seen, ([], None)
+        steps, found = self._sum_steps(known, found)
+        if steps.views:
+            self._sum_views(steps, found, taker)
+        scratch = Scratch()
+        for own in steps.rest:
+            self._sum_one(own, taker, scratch)
+
+    def _copy_steps(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
+        """The steps of ``copy_into``, as long as they fit the parts as they lie now."""
+        steps, found = self._copying, None
+        if steps is not None and steps.lent == lent:
+            found = steps.watched.now()
+        if steps is None or found is None or found.layout is not steps.layout:
+            steps, found = self._plan_copies(device, lent)
+            self._copying = steps
+        return steps, found
+
+    def _sum_steps(self, known: list[int] | None = None, found: Seen | None = None) -> tuple[_SumSteps, Seen]:
+        """Those of ``sum_in_place``; ``found`` is what was seen just now of the sources ``known``, if anything."""
         steps = self._summing
         if steps is not None and (found is None or known is not steps.sources):
             found = steps.watched.now()
         if steps is None or found is None or found.layout is not steps.layout:
             steps, found = self._plan_sums()
             self._summing = steps
-        if steps.views:
-            self._sum_views(steps, found, taker)
-        scratch = Scratch()
-        for own in steps.rest:
-            self._sum_one(own, taker, scratch)
+        return steps, found
 
     def lying(self, served: Sequence[tuple[int, Box]]) -> OwnMemory:
         """Places of the parts that others read, given as number of the slot and box.
@@ -280,7 +300,9 @@ class OwnParts:
         for part, found in zip(parts, self._views_of(parts), strict=True):
             spec = part.slot.spec
             if found is None or found[1].dtype != spec.torch_dtype:
-                why = "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
+                why = (
+                    "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
+                )
                 raise ConfigError(
                     f"{spec.name} cannot be read where it lies: {why}, and it travels in {spec.dtype}",
                     hint="leave keep_mapped out, or send the dtype that the trainer keeps",
@@ -300,9 +322,7 @@ class OwnParts:
         self, steps: _CopySteps, template: Template, found: Seen, bucket: Bucket, *, summed: bool
     ) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
-        address = bucket.data.data_ptr()
-        place = address, found.place
-        return steps.launches.run(place, lambda: Placed(template, (address, *found.addresses)), summed=summed)
+        return steps.launches.run(*_placing(template, found, bucket.data.data_ptr()), summed=summed)
 
     def _plan_copies(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
         """The steps that copy the parts into a bucket on a device, wherever it lies."""
@@ -412,7 +432,7 @@ class OwnParts:
         for device, views in steps.views.items():
             if device in steps.launches:
                 template, launches = steps.launches[device]
-                sums = launches.run(found.place, lambda template=template: Placed(template, found.addresses))
+                sums = launches.run(*_placing(template, found))
             else:
                 memory = dict(zip(steps.sources, found.tensors, strict=True))
                 sums = partial_sums([view.piece(memory[view.source]) for view in views])
@@ -430,6 +450,11 @@ class OwnParts:
         for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
             values = scratch.cast(part[slices(box, own.box.offset)], dtype)
             taker.add(torch.tensor([own.place]), partial_sums([to_sum(own.slot, box, values)]))
+
+
+def _placing(template: Template, found: Seen, *first: int) -> tuple[object, Callable[[], Placed]]:
+    """Where the memories of a template lie, for ``PlacedLaunches``: those at addresses ``first``, then the parts."""
+    return (*first, found.place), lambda: Placed(template, (*first, *found.addresses))
 
 
 def _template_of_sums(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -51,6 +52,15 @@ class BucketCopier:
         if transfers_on(device):
             _prepare(plan, staging, device, lent)
 
+    def place(self, bucket: Bucket, plan: BucketPlan, staging: Staging) -> None:
+        """Works out the launches of a bucket that lies here, into either set of weights."""
+        device = bucket.data.device
+        if staging.staged and transfers_on(device):
+            prepared = _prepare(plan, staging, device, frozenset(bucket.lent))
+            for number, _, targets in staging.sets():
+                place = bucket.data.data_ptr(), number
+                prepared.launches.prepare(place, partial(_placed, prepared, bucket, plan, targets))
+
     def begin(self) -> None:
         """Forgets the overflows of the update before."""
         self._overflows.clear()
@@ -84,16 +94,14 @@ class BucketCopier:
         found = plan.prepared.get((device, lent))
         if not isinstance(found, _Prepared) or place not in found.launches:
             found = _prepare(plan, staging, device, lent)
-        prepared = found
-
-        def placed() -> Placed:
-            written = map(staging.targets.__getitem__, plan.parameters)
-            memories = bucket.data, *written, *map(bucket.lent.__getitem__, prepared.lent)
-            return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
-
-        sums = prepared.launches.run(place, placed, summed=summed)
-        copy_plainly(bucket.data, prepared.rest, staging, self._overflows)
+        sums = found.launches.run(place, partial(_placed, found, bucket, plan, staging.targets), summed=summed)
+        copy_plainly(bucket.data, found.rest, staging, self._overflows)
         return sums
+
+
+def _placed(prepared: _Prepared, bucket: Bucket, plan: BucketPlan, targets: Mapping[str, torch.Tensor]) -> Placed:
+    memories = bucket.data, *map(targets.__getitem__, plan.parameters), *map(bucket.lent.__getitem__, prepared.lent)
+    return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
 
 def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> _Prepared:

@@ -26,7 +26,7 @@ from weightcast.receiver.scattered_copier import ScatteredCopier
 from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.held import HeldSums, HeldTable
+from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Prepare
 from weightcast.wire.plans import UpdatePlan
@@ -231,6 +231,7 @@ class Loader:
 
         Returns:
             The sums of the live weights if they will be needed, else the parts that a read-back sums, with sums of 0.
+            Nothing if no proof will be asked for.
         """
         self.staging.look(forms=True)
         self._use(message.plan)
@@ -250,10 +251,18 @@ class Loader:
         self._arrivals.prepare([self.plan.buckets[layout.index].rows for layout in layouts], message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
+            for place, lives, _ in self.staging.sets():
+                self._sums.place(place, self._device, lives)
         if self.known is not None:
             return self.known
+        if message.verify == "none":
+            return NOTHING_HELD
         table = self._sums.prepare(self.staging.number, self._device, self.staging.lives)
         return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
+
+    def place(self, bucket: Bucket) -> None:
+        """Works out the launches for a bucket that will come in this memory."""
+        self._copier.place(bucket, self._plan(bucket.layout), self.staging)
 
     def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
         """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.

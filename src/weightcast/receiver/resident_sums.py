@@ -60,6 +60,13 @@ class ResidentSums:
         self._prepare(tensors, device)
         return self.table(place, tensors)
 
+    def place(self, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As ``prepare``, and works out the launch for one place too."""
+        self.prepare(place, device, tensors)
+        if self._prepared is not None and self._prepare(tensors, device) is self._prepared:
+            prepared = self._prepared
+            prepared.launches.prepare(place, lambda: self._placed(prepared, tensors))
+
     def held(self, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> HeldSums:
         """Sums the part of each route.  Waits for the device.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -154,6 +154,17 @@ class ScatteredCopier:
         if numbers and transfers_on(device):
             self._prepare(plan, numbers, device, [sizes[number] for number in numbers], staging)
 
+    def place(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: Staging) -> None:
+        """Works out the launch for buffers that lie here, all on one device, into either set of weights."""
+        numbers = tuple(number for number, copies in enumerate(plan.buffers) if copies)
+        data = [buffers[number] for number in numbers]
+        if not data or not staging.staged or not transfers_on(data[0].device):
+            return
+        prepared = self._prepare(plan, numbers, data[0].device, list(map(torch.Tensor.numel, data)), staging)
+        addresses = tuple(map(torch.Tensor.data_ptr, data))
+        for number, _, targets in staging.sets():
+            prepared.launches.prepare((addresses, number), partial(_placed, prepared, addresses, targets))
+
     def copy(
         self,
         buffers: Sequence[torch.Tensor],
@@ -223,8 +234,7 @@ class ScatteredCopier:
 
         def transfers() -> list[Transfer] | Placed:
             if prepared.template is not None:
-                targets = map(staging.targets.__getitem__, prepared.parameters)
-                return Placed(prepared.template, [*addresses, *map(torch.Tensor.data_ptr, targets)])
+                return _placed(prepared, addresses, staging.targets)
             found, _, prepared.rest = _transfers_of(
                 plan, numbers, list(map(Flat, data)), staging.targets.__getitem__, far
             )
@@ -268,6 +278,12 @@ class ScatteredCopier:
         prepared = _Prepared(sizes, names, TensorPlaces(found), template, launches, rest)
         plan.prepared[numbers, device, far] = prepared
         return prepared
+
+
+def _placed(prepared: _Prepared, addresses: Sequence[int], targets: Mapping[str, torch.Tensor]) -> Placed:
+    assert prepared.template is not None
+    written = map(targets.__getitem__, prepared.parameters)
+    return Placed(prepared.template, [*addresses, *map(torch.Tensor.data_ptr, written)])
 
 
 def _parameters_of(plan: ScatteredPlan, numbers: Sequence[int]) -> tuple[str, ...]:

@@ -67,12 +67,11 @@ class Shares:
             Refused, MappingFailed: As ``take``.
         """
         if isinstance(source, IpcSource):
-            self.memory.read(layout, source.handles)
+            self.loader.place(self.memory.read(layout, source.handles))
         elif isinstance(source, ScatteredSource | MappedSource):
             memories, plan = self._in_memory(layout, source)
-            sizes = list(map(torch.Tensor.numel, memories))
             if not self.memory.far(memories):
-                self.loader.scattered.prepare(plan, sizes, self.device, self.loader.staging)
+                self.loader.scattered.place(memories, plan, self.loader.staging)
 
     def _in_memory(
         self, layout: BucketLayout, source: ScatteredSource | MappedSource

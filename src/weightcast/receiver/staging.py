@@ -25,6 +25,7 @@ from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 
 Place = Literal["device", "host", "none"]
+Tensors = Mapping[str, torch.Tensor]
 _CHUNK_BYTES = 32 << 20
 _HEADROOM = 1.2
 # A flip exchanges the contents of smaller parameters and the pointers of the others.  To set a pointer takes the host
@@ -36,7 +37,7 @@ _EXCHANGED_BYTES = {"cuda": 1 << 20}
 class _Placing:
     """Where both sets lie at one time, and after a flip from here.
 
-    ``exchange`` is of the small parameters' contents; None if there are none.
+    ``exchange`` is of the small parameters' contents; None if there are none.  ``flipped`` is worked out when needed.
     """
 
     live: TensorPlaces
@@ -176,6 +177,15 @@ class Staging:
         """A number that stays the same as long as both sets lie where they lay; ``look`` finds moved parameters."""
         return self._placing.number
 
+    def sets(self) -> list[tuple[int, Tensors, Tensors]]:
+        """``number``, ``lives`` and ``targets`` as they are, and as they will be after a flip if that changes them."""
+        found: list[tuple[int, Tensors, Tensors]] = [(self.number, self._live, self.targets)]
+        after = self._after()
+        if after is not self._placing:
+            lives = self._live | {name: self._waiting[name] for name in self._others}
+            found.append((after.number, lives, self._waiting | self._others))
+        return found
+
     def look(self, *, forms: bool = False) -> int:
         """Looks where the live parameters lie now, and at their dtypes and shapes if asked; returns ``number``."""
         now = self._placing
@@ -246,8 +256,8 @@ class Staging:
         """
         self._reset_progress()
         self.look()
+        before, after = self._placing, self._after()
         self._torn = True
-        before = self._placing
         if self._mapped is not None:
             self._mapped.exchange()
         if before.exchange is not None:
@@ -267,7 +277,7 @@ class Staging:
                 self._swap(name, tensor)
                 self._done += 1
         self._torn = False
-        self._turn(before)
+        self._placing = after
 
     def undo(self) -> None:
         """Undoes the last flip.  A second call does nothing, and one that failed can be repeated.
@@ -276,7 +286,7 @@ class Staging:
         still a mixture.
         """
         self.look()
-        before = self._placing
+        before, after = self._placing, self._after()
         if self._mapped is not None:
             self._torn = True
             self._mapped.undo()
@@ -296,7 +306,7 @@ class Staging:
                 self._swap(name, tensor)
                 self._done -= 1
             if whole:
-                self._turn(before)
+                self._placing = after
         self._reset_progress()
 
     def _map(self) -> None:
@@ -342,14 +352,15 @@ class Staging:
         pairs = [(tensor, self._waiting[name]) for name, tensor in self._small.items() if name in self._waiting]
         return _Placing(TensorPlaces(self._tensors), Exchange(pairs) if pairs else None)
 
-    def _turn(self, before: _Placing) -> None:
-        """Goes to the placing after a flip, which is the one before the flip before."""
+    def _after(self) -> _Placing:
+        """The placing after a flip, which is the one before the flip before."""
+        now = self._placing
         if self.moves_contents or self.place == "none" or not self._others:
-            return
-        if before.flipped is None:
-            live = TensorPlaces(self._tensors, like=before.live)
-            before.flipped = _Placing(live, before.exchange, before)
-        self._placing = before.flipped
+            return now
+        if now.flipped is None:
+            lives = (self._live | {name: self._waiting[name] for name in self._others}).values()
+            now.flipped = _Placing(TensorPlaces(list(lives), like=now.live), now.exchange, now)
+        return now.flipped
 
     def _undo_chunks(self) -> None:
         for number, (live, waiting) in enumerate(self._chunks()):

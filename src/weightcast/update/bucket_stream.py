@@ -229,7 +229,10 @@ class BucketStream:
         mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
         for layouts, copies in ((mapped, False), (filled, True)):
             if layouts:
-                use = BucketUse(lent=plan.lent, scattered=self._choice.scattered, copies=copies, sums=sums)
+                buffers = [slot.data for slot in self._slots] if copies else []
+                use = BucketUse(
+                    lent=plan.lent, scattered=self._choice.scattered, copies=copies, sums=sums, buffers=buffers
+                )
                 exporter.plan(layouts, self._group, use)
 
     def begin(self) -> Filling:

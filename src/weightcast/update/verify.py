@@ -76,7 +76,7 @@ class Verifier:
             plan.sums.prepare(device, plan.lent)
         totals = plan.sums.prepare_totals()
         for table in {id(table): table for table in kept}.values():
-            totals.digest_of(table, frozenset())
+            totals.digest_of_sent(table)
 
     def begin(self, must_be: str | None = None) -> None:
         """Starts a new update; ``must_be`` is the model digest that the weights must have, if they must."""
