@@ -65,6 +65,13 @@ HONEST: tuple[bytes, ...] = tuple(
         Leave(group="g"),
         Readback(),
         Prepare(plan=UpdatePlan(_SPECS, (_LAYOUT,)), verify="resident"),
+        Prepare(
+            plan=UpdatePlan(_SPECS, (_LAYOUT,)),
+            owner=Owner(host="h", pid=1),
+            verify="none",
+            way="memory",
+            sources=(IpcSource(handles=(_SHM,)),),
+        ),
         Ack(ok=True, version=3, ranks=1, received={"a": "0" * 16}, missing=("b",), load_s=0.5),
         RankAck(
             rank=0,

@@ -117,6 +117,13 @@ EXAMPLES = {
         parts=(((Part(slot=0, offset=(2, 0), shape=(3, 4)),), (Part(slot=1, offset=(), shape=()),)),),
         known_tables=("0" * 32,),
     ),
+    "prepare with sources": Prepare(
+        plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
+        owner=Owner(host="h", pid=1),
+        verify="none",
+        way="memory",
+        sources=(IpcSource(handles=(MemoryHandle(kind="shm", device="cpu", size_bytes=260, token="t", pid=1, fd=3),)),),
+    ),
     "fetch": Fetch(
         session=SESSION, index=3, peer=PeerEngine(url="http://peer:1", api_key="k"), version=7, digest="f" * 16
     ),

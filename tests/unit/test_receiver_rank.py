@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import msgspec
 import pytest
 import torch
 
@@ -18,7 +19,8 @@ from weightcast.runtime import peak_memory
 from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
 from weightcast.wire.held import NOTHING_HELD
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce, Join, Leave, Readback
+from weightcast.wire.messages import Announce, Join, Leave, Owner, Prepare, Readback
+from weightcast.wire.plans import UpdatePlan
 
 OLD, NEW = weights_of(1), weights_of(2)
 
@@ -406,11 +408,59 @@ def test_a_new_trainer_ends_what_is_mapped_of_the_old_one(receiver):
     run(receiver, first)
     assert receiver._memory._mappings
     first.buffer.close()
-    from weightcast.wire.messages import Owner
 
     second = Sender(NEW, owner=Owner(host="here", pid=2))
     assert receiver.apply(second.open).ok
     assert not receiver._memory._mappings
+
+
+def preparation(sender: Sender, **changes) -> Prepare:
+    """Tells of an update whose buckets will all lie in the sender's buffer."""
+    sources = (IpcSource(handles=(sender.buffer.handle(),)),) * len(sender.layouts)
+    settings = {"owner": sender.open.owner, "sources": sources} | changes
+    return Prepare(plan=UpdatePlan(sender.open.specs, sender.layouts), verify="resident", **settings)
+
+
+def test_memory_of_the_first_update_is_mapped_before_it(receiver, model):
+    first = Sender(NEW)
+    assert receiver.apply(preparation(first)).ok
+    mapped = dict(receiver._memory._mappings)
+    assert len(mapped) == 1
+    run(receiver, first)
+    assert receiver._memory._mappings == mapped
+    assert torch.equal(model.o, NEW["o.weight"])
+
+
+def test_another_trainer_that_prepares_ends_what_is_mapped_of_the_one_before(receiver):
+    first, second = Sender(NEW), Sender(NEW, owner=Owner(host="here", pid=2))
+    assert receiver.apply(preparation(first)).ok
+    assert receiver.apply(preparation(second)).ok
+    assert [handle.token for handle in receiver._memory._mappings] == [second.buffer.handle().token]
+    assert receiver.apply(first.open).ok
+    assert not receiver._memory._mappings
+
+
+def test_memory_that_cannot_be_mapped_yet_hinders_no_update(receiver, model):
+    sender = Sender(NEW)
+    handle = msgspec.structs.replace(sender.buffer.handle(), token="0" * 32)
+    answer = receiver.apply(preparation(sender, sources=(IpcSource(handles=(handle,)),) * len(sender.layouts)))
+    assert (answer.ok, answer.cause) == (False, "mapping")
+    run(receiver, sender)
+    assert torch.equal(model.o, NEW["o.weight"])
+
+
+def test_a_buffer_that_went_after_it_was_mapped_is_not_read(receiver, model):
+    before = model.o.clone()
+    sender = Sender(NEW)
+    assert receiver.apply(preparation(sender)).ok
+    handle = sender.buffer.handle()
+    assert receiver.apply(sender.open).ok
+    sender.buffer.close()
+    announced = Announce(session=sender.session, layout=sender.layouts[0], source=IpcSource(handles=(handle,)))
+    answer = receiver.apply(announced)
+    assert (answer.ok, answer.cause) == (False, "mapping")
+    assert "has released this buffer" in answer.error
+    assert torch.equal(model.o, before)
 
 
 class TiedByTheEngine(torch.nn.Module):
