@@ -473,7 +473,7 @@ class Loader:
 
     def held(self) -> HeldSums:
         """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
-        self.known = self._sums.held(self.staging.look(), self._device, self.staging.lives)
+        self.known = self._sums.held(self.staging.look(forms=True), self._device, self.staging.lives)
         return self.known
 
     def _plan(self, layout: BucketLayout) -> BucketPlan:

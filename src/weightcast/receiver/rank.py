@@ -252,7 +252,6 @@ class WeightReceiver:
                 self._check_awake()
                 for check in self._checks:
                     check()
-                self.loader.staging.look(forms=True)
                 return self._ack(reads=True)
             case Fetch():
                 return self._fetch(message)

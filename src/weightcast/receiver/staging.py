@@ -273,8 +273,11 @@ class Staging:
                 self._done += 1
                 self._in_scratch = False
         elif self.place == "device":
-            for name, tensor in self._others.items():
-                self._swap(name, tensor)
+            waiting = self._waiting
+            for name, tensor in self._others.items():  # not by ``_swap``: engines stand still meanwhile
+                old = tensor.data
+                tensor.data = waiting[name]
+                waiting[name] = old
                 self._done += 1
         self._torn = False
         self._placing = after
