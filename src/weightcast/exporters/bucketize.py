@@ -51,6 +51,7 @@ def bucketize(
     if slots is not None and (not slots or min(slot.numel() for slot in slots) < needed_bytes):
         sizes = [slot.numel() for slot in slots]
         raise ConfigError(f"buffers of {sizes} bytes for buckets of {needed_bytes} bytes")
+    sums_on_the_way = sources is not None and isinstance(exporter, Summing)
     for number, layout in enumerate(layouts[first:], first):
         taker = sources if number >= unsummed else None
         stays = lent[number] if lent else {}
@@ -58,7 +59,7 @@ def bucketize(
         if scattered:
             assert bucket is not None
             sums = cast(Scattering, exporter).fill_own(bucket, layout, group, taker)
-        elif taker is not None and isinstance(exporter, Summing):
+        elif taker is not None and sums_on_the_way:
             sums = cast(Summing, exporter).fill(bucket, layout, group, taker)
         else:
             sums = exporter.fill(bucket, layout, group)

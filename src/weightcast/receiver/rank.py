@@ -292,7 +292,8 @@ class WeightReceiver:
         self._committed = ""
         self._scattered = False
         self._interrupted.clear()
-        self._peak = PeakMemory(self.device).__enter__()
+        # Later on, the engine would have to fault in again what it keeps in its heap from update to update.
+        self._peak = PeakMemory(self.device, trim=self._peak is None).__enter__()
         self._measuring = True
         return self._ack()
 

@@ -63,7 +63,10 @@ class Sessions:
         self._plan = plan
         self._roster = roster
         self._config = config
+        # The transport, and the same as what else it is; to ask for a protocol takes longer than an answer may.
         self._transport: Transport | None = None
+        self._exchanging: Exchanging | None = None
+        self._mending: Mending | None = None
         self._signature: tuple[object, ...] = ()
         self._opening: list[Future[object]] = []
         self._ask: Callable[[], None] = lambda: None
@@ -121,12 +124,11 @@ class Sessions:
             wait_each(self._opening)
         finally:
             self._opened()
-        transport = self._transport
         with self._moving():
-            if isinstance(transport, Exchanging):
-                transport.invite()
-            elif transport is not None:
-                transport.connect()
+            if self._exchanging is not None:
+                self._exchanging.invite()
+            elif self._transport is not None:
+                self._transport.connect()
 
     def _opened(self) -> None:
         """Waits for answers to Open that nobody has waited for, and tells the roster whose sessions are open."""
@@ -166,21 +168,22 @@ class Sessions:
     @property
     def invited(self) -> tuple[Invited, ...]:
         """The groups that all trainer ranks must join before anything is sent; empty if there are none."""
-        return tuple(self._transport.invited) if isinstance(self._transport, Exchanging) else ()
+        return tuple(self._exchanging.invited) if self._exchanging is not None else ()
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups in which trainer ranks send to engine ranks, those that are well."""
-        return tuple(self._transport.members) if isinstance(self._transport, Exchanging) else ()
+        return tuple(self._exchanging.members) if self._exchanging is not None else ()
 
     def connect(self) -> dict[Invited, UpdateGroup]:
         """Makes the groups to which the other trainer ranks are ``invited``; returns those that came about."""
-        transport = self._transport
-        assert isinstance(transport, Exchanging)
-        invited = transport.invited
+        transport, exchanging = self._transport, self._exchanging
+        assert transport is not None
+        assert exchanging is not None
+        invited = exchanging.invited
         with self._moving():
             transport.connect()
-        members = transport.members
+        members = exchanging.members
         return {one: members[one.group] for one in invited if one.group in members}
 
     def lost(self, failures: Mapping[str, str]) -> None:
@@ -188,8 +191,8 @@ class Sessions:
 
         It raises the cause, unless it is that of one cell alone.
         """
-        transport = self._transport
-        assert isinstance(transport, Exchanging)
+        transport = self._exchanging
+        assert transport is not None
         with self._moving():
             for name, text in failures.items():
                 transport.lost(name, GroupFailed(text))
@@ -226,12 +229,12 @@ class Sessions:
         sent, so that a cell that has all of them needs no group any more.  None means that no cell was rebuilt.  A
         WeightcastError says that something else failed than a cell, or no target would be left.
         """
-        transport = self._transport
-        if not isinstance(transport, Mending):
+        transport = self._mending
+        if transport is None or self._transport is None:
             return None
         mended: dict[str, int] = {}
         with self._moving():
-            transport.drain()
+            self._transport.drain()
             while broken := self.broken:
                 self._leave_out(broken, find, leave_out)
                 left = [cell for cell in broken if cell.links]
@@ -311,7 +314,8 @@ class Sessions:
 
     def close(self) -> bool:
         """Closes the transport on both sides; safe to call twice.  False if there was none."""
-        transport, self._transport = self._transport, None
+        transport = self._transport
+        self._transport = self._exchanging = self._mending = None
         if transport is not None:
             transport.close()
         return transport is not None
@@ -325,17 +329,18 @@ class Sessions:
             self.transport_failed = True
             raise
 
-    def _renew_transport(self) -> Transport:
-        """Returns the transport; a new one if a target came back as another member of its groups."""
+    def _renew_transport(self) -> None:
+        """Makes a transport unless there is one; a new one if a target came back as another member of its groups."""
         signature = self._sign()
         shown = all(link.info.shows_restart for link in self.links)
         if self._transport is not None and shown and signature == self._signature:
-            return self._transport
+            return
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._plan.build_transport(self.links)
+        self._transport = made = self._plan.build_transport(self.links)
+        self._exchanging = made if isinstance(made, Exchanging) else None
+        self._mending = made if isinstance(made, Mending) else None
         self._signature = signature
-        return self._transport
 
     def _sign(self) -> tuple[object, ...]:
         return self._plan.cell_limit, *(
@@ -346,7 +351,7 @@ class Sessions:
 
     @property
     def _cells(self) -> Sequence[Channel]:
-        return self._transport.cells if isinstance(self._transport, Mending) else ()
+        return self._mending.cells if self._mending is not None else ()
 
     def _abort_each(self, links: Sequence[Link], reasons: Mapping[str, str]) -> None:
         """Ends these targets' sessions, for a reason by URL."""
