@@ -12,6 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import uvicorn
@@ -23,6 +25,7 @@ from tests.hosts import INTERFACE, Host, become_another_user, enter
 from tests.torn import tear
 from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.comm.remote_reads import Pull, RemoteReader
 from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver, lost_ranks
 from weightcast.receiver.engine_state import EngineFacts
@@ -103,6 +106,7 @@ class ToyWorker:
         computed: bool = False,
         places: tuple[Host, ...] = (),
         stranger: int | None = None,
+        count_reads: str = "",
     ) -> None:
         if places:
             enter(places[rank])  # while this process has one thread
@@ -124,6 +128,8 @@ class ToyWorker:
             keep_storage=keep_storage,
         )
         self.rank = rank
+        if count_reads:
+            count_remote_reads(Path(count_reads) / f"rank-{rank}")
 
     def apply(self, message: Message) -> RankAck:
         return self.receiver.apply(message)
@@ -141,6 +147,20 @@ class ToyWorker:
 
     def close(self) -> None:
         self.receiver.close()
+
+
+def count_remote_reads(file: Path) -> None:
+    """Writes to a file how many bytes this process has read through NIXL, from now on."""
+    read, total = RemoteReader.read, 0
+
+    def counting(self: RemoteReader, pulls: Sequence[Pull], size_bytes: int, **options: Any) -> torch.Tensor:
+        nonlocal total
+        found = read(self, pulls, size_bytes, **options)
+        total += sum(runs.size_bytes * runs.number for pull in pulls for _, runs in pull.runs)
+        file.write_text(str(total))
+        return found
+
+    RemoteReader.read = counting  # type: ignore[method-assign]
 
 
 class Clockwork:
@@ -189,6 +209,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--host-id", help="id of the host that it says it runs on")
     parser.add_argument("--elsewhere", type=int, help="a rank that says it is on another host")
     parser.add_argument("--stranger", type=int, help="a rank that runs as another user")
+    parser.add_argument("--count-reads", default="", help="folder for the number of bytes that each rank reads")
     parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
     parser.add_argument(
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
@@ -204,6 +225,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     settings["computed"] = args.computed
     settings["places"] = tuple(args.places)
     settings["stranger"] = args.stranger
+    settings["count_reads"] = args.count_reads
     executor = (
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )

@@ -21,7 +21,9 @@ from tests.gpu.memory import held_bytes
 from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightcastError, WeightUpdater
+from weightcast.comm.remote_memory import Arena
 from weightcast.report import UpdateReport
+from weightcast.wire.bucket_sources import RemoteMemory
 
 
 def toy_module(*, seed: int, rows: int) -> nn.Module:
@@ -68,6 +70,20 @@ def move(model: nn.Module) -> None:
             parameter.data = fresh
 
 
+def flip_once() -> None:
+    """Changes a bit of the first byte of a buffer just before its address is told; once."""
+    memory = Arena.memory
+    left = [True]
+
+    def flipped(self: Arena, index: int) -> RemoteMemory:
+        while left:
+            left.pop()
+            self.slot(index)[:1].bitwise_xor_(1)
+        return memory(self, index)
+
+    Arena.memory = flipped
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, default=0)
@@ -94,11 +110,14 @@ def main() -> None:
     parser.add_argument("--backend", default="nccl", help="gloo where ranks share a GPU")
     parser.add_argument("--cell-ranks", type=int, default=64)
     parser.add_argument("--apart", type=int, default=0, help="1: its GPUs are none of the engines', as far as it knows")
+    parser.add_argument("--flip", type=int, default=0, help="1: a bit of the first buffer that is read by rdma changes")
     parser.add_argument("--between", default="", help="moved: every weight gets other memory after an update; released")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if args.flip:
+        flip_once()
     if args.apart:
         claim_other_gpus()
         os.environ["NCCL_HOSTID"] = f"trainer-{args.rank}"

@@ -186,8 +186,10 @@ def nixl_here(monkeypatch):
     monkeypatch.setattr(nixl, "find_spec", lambda name: name)
 
 
-def test_rdma_reaches_engines_of_any_host_that_have_nixl(nixl_here) -> None:
-    place = placement(["cpu", "cpu"], engine("cpu", "cpu", remote=True, host="another"), primitive="rdma")
+@pytest.mark.parametrize("trainer", ["cpu", "GPU-1"])
+@pytest.mark.parametrize("found", ["cpu", "GPU-1", "GPU-2", "cuda"])
+def test_rdma_reaches_engines_of_any_host_and_device_that_have_nixl(nixl_here, trainer: str, found: str) -> None:
+    place = placement([trainer] * 2, engine(found, found, remote=True, host="another"), primitive="rdma")
     spec = choose_transport("direct", place)
     assert (spec.name, spec.primitive, spec.scattered, spec.shares_memory) == ("direct", "rdma", True, True)
     assert choose_receivers(spec, place) == (0, 1)
@@ -202,8 +204,7 @@ def test_auto_never_takes_rdma(nixl_here) -> None:
     ("place", "words"),
     [
         (placement(["cpu"], engine("cpu"), primitive="rdma"), "http://e0 .* NIXL is not installed in the engine"),
-        (placement(["GPU-1"], engine("GPU-2", remote=True), primitive="rdma"), "shown between CPUs only"),
-        (placement(["cpu"], engine("GPU-2", remote=True), primitive="rdma"), "the engine runs on GPU-2"),
+        (placement(["GPU-1"], engine("GPU-2"), primitive="rdma"), "http://e0 .* NIXL is not installed in the engine"),
     ],
 )
 def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Placement, words: str) -> None:
@@ -222,7 +223,7 @@ def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
     [
         (engine("cpu", remote=True), "rdma, relay, mixed, messages can be used; auto does not take it"),
         (engine("cpu"), "relay, mixed, messages can be used; auto does not take it"),
-        (engine("GPU-1", remote=True), "relay, mixed, messages can be used; auto does not take it"),
+        (engine("GPU-1", remote=True), "rdma, relay, mixed, messages can be used; auto does not take it"),
     ],
 )
 def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, found, words) -> None:

@@ -128,7 +128,7 @@ def owner() -> Iterator[Owner]:
 
 @pytest.fixture
 def reader() -> Iterator[RemoteReader]:
-    made = RemoteReader()
+    made = RemoteReader(CPU)
     yield made
     made.close()
 
@@ -238,9 +238,4 @@ def test_a_process_without_nixl_says_what_to_install(monkeypatch):
         agent="a", metadata=b"m", address=1, token=b"t" * 32, first_byte=0, size_bytes=64, owner="host (process 1)"
     )
     with pytest.raises(RemoteReadFailed, match="NIXL is not installed"):
-        read(RemoteReader(), Pull("a", memory, [(0, Runs(0, 64, 64, 1))]))
-
-
-def test_an_arena_on_a_gpu_is_refused_by_name():
-    with pytest.raises(ConfigError, match="host memory only"):
-        Arena(2, 4096, torch.device("cuda"))
+        read(RemoteReader(CPU), Pull("a", memory, [(0, Runs(0, 64, 64, 1))]))

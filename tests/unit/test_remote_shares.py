@@ -53,7 +53,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
     kinds = list(dict.fromkeys(wanted))[: {"none": 0, "some": 1, "all": None}[packed]]
     while len(arenas) < len(trainers):
         arenas.append(Arena(2, BUFFER_BYTES, CPU))
-    sources = [RemoteMemorySource() for _ in loaders]
+    sources = [RemoteMemorySource(CPU) for _ in loaders]
     asked = [count_bytes(source) for source in sources]
     packers = [Packs([decode_wanted(kind) for kind in kinds], read=True) for _ in trainers]
     try:

@@ -11,6 +11,7 @@ import torch
 
 from weightcast.comm.nixl import let_go, make_agent, this_process, words_of
 from weightcast.errors import ConfigError
+from weightcast.runtime.streams import wait_for_streams
 from weightcast.wire.bucket_sources import RemoteMemory
 
 PAGE_BYTES = 4096
@@ -29,21 +30,20 @@ class Arena:
     """
 
     def __init__(self, count: int, size_bytes: int, device: torch.device) -> None:
-        """Registers memory for ``count`` buffers, on the CPU only; ConfigError if NIXL is missing or cannot do it."""
-        if device.type != "cpu":
-            raise ConfigError(f"NIXL registers host memory only so far, and the buffers are on {device}")
+        """Registers memory for ``count`` buffers; raises ConfigError if NIXL is missing or cannot do it."""
         self._size_bytes = size_bytes
         self._stride = round_up(size_bytes)
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._data = torch.empty(PAGE_BYTES + count * self._stride, dtype=torch.uint8)
-        self._data[:TOKEN_BYTES] = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
+        # The memory comes before the agent, since UCX looks for GPUs that are in use when an agent starts.
+        self._data = torch.empty(PAGE_BYTES + count * self._stride, dtype=torch.uint8, device=device)
+        self._data[:TOKEN_BYTES].copy_(torch.frombuffer(bytearray(self._token), dtype=torch.uint8))
         self._name, self._agent = make_agent()
         try:
             self._registered = self._agent.register_memory(self._data)
             self._metadata = bytes(self._agent.get_agent_metadata())
         except Exception as error:  # NIXL raises classes of its own
             raise ConfigError(
-                f"NIXL cannot register {self._data.numel()} bytes of this process: {words_of(error)}",
+                f"NIXL cannot register {self._data.numel()} bytes of {device} of this process: {words_of(error)}",
                 hint='raise the limit of locked memory (ulimit -l), or use direct_by="messages"',
             ) from error
 
@@ -52,7 +52,8 @@ class Arena:
         return self._data[self._first(index) :][: self._size_bytes]
 
     def memory(self, index: int) -> RemoteMemory:
-        """Returns the address of one of the buffers."""
+        """Returns the address of one of the buffers, once the current stream has written what it was given."""
+        wait_for_streams(self._data.device)  # a reader knows nothing of streams
         return RemoteMemory(
             agent=self._name,
             metadata=self._metadata,
@@ -61,6 +62,7 @@ class Arena:
             first_byte=self._first(index),
             size_bytes=self._size_bytes,
             owner=this_process(),
+            gpu=self._data.get_device() if self._data.is_cuda else None,
         )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from weightcast.comm.nixl import let_go, make_agent, this_process, words_of
 from weightcast.comm.remote_memory import PAGE_BYTES, TOKEN_BYTES, round_up
 from weightcast.errors import Refused, WeightcastError
 from weightcast.runtime import blocking_threads
+from weightcast.runtime.streams import on_stream_of_caller, wait_for_streams
 from weightcast.wire.bucket_sources import RemoteMemory
 from weightcast.wire.pieces import Runs
 
@@ -51,13 +52,14 @@ class Pull:
 
 
 class RemoteReader:
-    """Reads memory of other processes into memory of its own, which is registered once and grows if it must.
+    """Reads memory of other processes into memory of its own device, which is registered once and grows if it must.
 
     NIXL's calls may block, so each read has a thread.  A read that does not end in time is left behind with its memory,
     into which a NIC may still write, and the next read begins with new memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._session: _Session | None = None
 
     @property
@@ -68,16 +70,17 @@ class RemoteReader:
     def read(
         self, pulls: Sequence[Pull], size_bytes: int, *, what: str, timeout_s: float, interrupted: Callable[[], bool]
     ) -> torch.Tensor:
-        """Reads ``size_bytes`` bytes, gaps included; returns them as flat uint8, valid until the next read.
+        """Reads ``size_bytes`` bytes, gaps included; returns them as flat uint8 on the device, valid until the next read.
+
+        On a GPU it first waits for the current stream, which may still use what was read before.
 
         There is at most one pull for each key.  It raises Refused if it was interrupted, and RemoteReadFailed if NIXL
         is missing or failed, the owner cannot be reached, or the deadline has passed.
         """
-        session = self._session = self._session or _Session()
+        session = self._session = self._session or _Session(self._device)
         task = _Task()
-        blocking_threads.start(
-            lambda: session.carry_out(pulls, size_bytes, task), name="weightcast-rdma", give_up=task.abandoned.set
-        )
+        carry_out = on_stream_of_caller(self._device, lambda: session.carry_out(pulls, size_bytes, task))
+        blocking_threads.start(carry_out, name="weightcast-rdma", give_up=task.abandoned.set)
         deadline = time.monotonic() + timeout_s
         while not task.ended.wait(_WAIT_S):
             stopped, late = interrupted(), time.monotonic() > deadline
@@ -126,8 +129,8 @@ class _Prepared:
 class _Session:
     """One NIXL agent with its memory.  Only one thread at a time uses it."""
 
-    def __init__(self) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, device: torch.device) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8, device=device)
         self.num_prepared = 0
         self._agent: Any = None
         self._registered: Any = None
@@ -161,6 +164,8 @@ class _Session:
         self._registered = self._agent = None
 
     def _reserve(self, size_bytes: int) -> None:
+        device = self.data.device
+        wait_for_streams(device)  # for who uses the memory, and so that UCX finds the GPU in use on this thread
         if self._agent is None:
             _, self._agent = make_agent()
         if self.data.numel() >= size_bytes + PAGE_BYTES:
@@ -171,8 +176,9 @@ class _Session:
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
             self._registered = None
-        self.data = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new comes
-        self.data = torch.empty(round_up(size_bytes) + PAGE_BYTES, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device=device)  # the old memory goes before the new comes
+        self.data = torch.empty(round_up(size_bytes) + PAGE_BYTES, dtype=torch.uint8, device=device)
+        wait_for_streams(device)  # the allocator may give memory that the stream still uses, and NIXL does not queue
         self._registered = self._agent.register_memory(self.data)
 
     def _meet(self, memory: RemoteMemory, task: _Task) -> None:
@@ -195,7 +201,7 @@ class _Session:
         self._post(one.transfer)
         self._wait(task)
         _release(one)
-        if bytes(self.data[first : first + TOKEN_BYTES].numpy()) != memory.token:
+        if bytes(self.data[first : first + TOKEN_BYTES].cpu().numpy()) != memory.token:
             raise RemoteReadFailed(f"{memory.owner} has other memory than it told at {memory.address:#x}")
 
     def _read_all(self, pulls: Sequence[Pull], task: _Task) -> None:
@@ -214,13 +220,15 @@ class _Session:
 
     def _prepare(self, pull: Pull) -> _Prepared:
         here, there = self.data.data_ptr(), pull.memory.address + pull.memory.first_byte
-        local = [(here + first, runs.size_bytes, 0, runs.size_bytes, runs.number) for first, runs in pull.runs]
+        mine, theirs = self.data.get_device() if self.data.is_cuda else None, pull.memory.gpu
+        local = [(here + first, runs.size_bytes, mine or 0, runs.size_bytes, runs.number) for first, runs in pull.runs]
         remote = [
-            (there + runs.first_byte, runs.size_bytes, 0, runs.stride_bytes, runs.number) for _, runs in pull.runs
+            (there + runs.first_byte, runs.size_bytes, theirs or 0, runs.stride_bytes, runs.number)
+            for _, runs in pull.runs
         ]
         lists = (
-            self._agent.prep_xfer_dlist(_LOCAL, _table(local), "DRAM"),
-            self._agent.prep_xfer_dlist(pull.memory.agent, _table(remote), "DRAM"),
+            self._agent.prep_xfer_dlist(_LOCAL, _table(local), _kind_of(mine)),
+            self._agent.prep_xfer_dlist(pull.memory.agent, _table(remote), _kind_of(theirs)),
         )
         every = torch.arange(sum(runs.number for _, runs in pull.runs), dtype=torch.int32).numpy()
         return _Prepared(pull, self._agent.make_prepped_xfer("READ", lists[0], every, lists[1], every), lists)
@@ -279,6 +287,11 @@ def _release(one: _Prepared) -> None:
     one.transfer.release()
     for prepared in one.lists:
         prepared.release()
+
+
+def _kind_of(gpu: int | None) -> str:
+    """NIXL's word for memory of the host, or of a GPU."""
+    return "DRAM" if gpu is None else "VRAM"
 
 
 def _table(rows: Sequence[tuple[int, int, int, int, int]]) -> Any:

@@ -51,10 +51,13 @@ class Shares:
     memory: SharedMemorySource
     groups: BroadcastSource
     device: torch.device
-    remote: RemoteMemorySource = field(default_factory=RemoteMemorySource)
+    remote: RemoteMemorySource = field(init=False)
     _rooms: list[_Room] = field(default_factory=list)
     _turn: int = 0
     _named: tuple[Wanted, str] | None = None
+
+    def __post_init__(self) -> None:
+        self.remote = RemoteMemorySource(self.device)
 
     def wanted(self) -> bytes:
         """The boxes that this rank must get, for the trainer ranks."""
@@ -124,6 +127,7 @@ class Shares:
             )
             arrived = time.monotonic()
             self.loader.load_scattered([received], plan.copies, summed=summed)
+            wait_for_streams(self.device)
             return arrived
         plan = scattered.plan_exchange(layout, source.parts)
         relay = self.groups.relay(source.group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,19 @@ def wait_for_streams(*devices: torch.device) -> None:
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+def on_stream_of_caller(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
+    """Returns ``work`` for another thread, where the caller's current stream of a GPU will be current, too."""
+    if device.type != "cuda":
+        return work
+    stream = torch.cuda.current_stream(device)
+
+    def there() -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    return there
 
 
 class OwnStream:

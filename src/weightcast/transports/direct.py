@@ -95,11 +95,6 @@ def _check_memory(placement: Placement) -> None:
 
 
 def _check_rdma(placement: Placement) -> None:
-    if placement.device.type != "cpu":
-        raise ConfigError(
-            f"direct by rdma has been shown between CPUs only, and the trainer's weights are on {placement.device}",
-            hint='use another way: direct_by="messages"',
-        )
     for url, info in placement.infos.items():
         lacking = _lacks_for_rdma(info)
         if lacking:
@@ -110,9 +105,6 @@ def _check_rdma(placement: Placement) -> None:
 
 
 def _lacks_for_rdma(info: EngineInfo) -> str:
-    devices = sorted({rank.device for rank in info.ranks} - {"cpu"})
-    if devices:
-        return f"it has been shown between CPUs only, and the engine runs on {', '.join(devices)}"
     if nixl.missing():
         return "NIXL is not installed in this process"
     return "" if info.reads_remote else "NIXL is not installed in the engine"

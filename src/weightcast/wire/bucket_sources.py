@@ -81,7 +81,7 @@ class ScatteredSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     buffers: Annotated[tuple[PartialBuffer, ...], Meta(min_length=1, max_length=4096)]
 
 
-class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A bucket buffer in memory that a process of any host can read through NIXL, without help of its owner.
 
     Attributes:
@@ -91,6 +91,7 @@ class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         token: Random bytes, by which a reader recognises the memory.
         first_byte: First byte of the buffer in the registered memory.
         owner: The owner's host and process id, for errors.
+        gpu: Index of the GPU that has the memory, as the owner counts its GPUs; None for memory of the host.
     """
 
     agent: Label
@@ -100,6 +101,7 @@ class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_byte: Size
     size_bytes: Size
     owner: Label
+    gpu: Annotated[int, Meta(ge=0, lt=1 << 16)] | None = None
 
 
 class Pack(msgspec.Struct, frozen=True, array_like=True):

@@ -16,8 +16,8 @@ from weightcast.wire.pieces import PieceMessage, Runs, runs_of
 class RemoteMemorySource:
     """Reads one rank's share of a bucket and nothing else."""
 
-    def __init__(self) -> None:
-        self.reader = RemoteReader()
+    def __init__(self, device: torch.device) -> None:
+        self.reader = RemoteReader(device)
         self._runs: dict[int, tuple[ExchangePlan, tuple[int | None, ...], list[list[tuple[int, Runs]]]]] = {}
 
     def read(
