@@ -126,7 +126,7 @@ class Trainer:
             part = self.tensors.part(segment.source)
             box = segment.target_box(part[0]) if part is not None else None
             if part is not None and box is not None:
-                view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
+                view = segment.view(part[1], part[0].offset, box)
                 found.append(InMemory(box, view))
         return found
 

@@ -60,10 +60,9 @@ def played(segments, shape, sources):
     """Copies the boxes of the sources, and counts how often each element is written."""
     values, counts = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     for segment in segments:
-        box = segment.box
-        part = sources[segment.source][tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        source, box = sources[segment.source], Box(offset=segment.at, shape=segment.shape)
         place = tuple(slice(at, at + n) for at, n in zip(segment.at, segment.shape, strict=True))
-        values[place] = segment.view(part)
+        values[place] = segment.view(source, (0,) * source.dim(), box)
         counts[place] += 1
     return values, counts
 

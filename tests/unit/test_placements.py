@@ -20,7 +20,7 @@ from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.placements import agree, model_hash
 from weightcast.exporters.segments import Arranged, Segment
-from weightcast.wire.box import Box, slices
+from weightcast.wire.box import Box
 from weightcast.wire.layout import TensorSpec, dtype_name
 
 
@@ -151,7 +151,7 @@ def test_every_rank_knows_what_every_other_holds(job):
                 box = segment.target_box(part[0]) if part is not None else None
                 if part is None or box is None or not box.numel:
                     continue
-                view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
+                view = segment.view(part[1], part[0].offset, box)
                 # Memory that is in order only because few of its dimensions count may pass for one that is not.
                 plain = part[1].is_contiguous()
                 held.setdefault((box.offset, box.shape), []).append((rank, view.is_contiguous() and plain))

@@ -241,8 +241,7 @@ class Merger:
         if source in self._layers:
             return _MadeByPeft(box, segment, part, source, self._layers)
         if source not in self._deltas:
-            view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
-            return InMemory(box, view, source)
+            return InMemory(box, segment.view(part[1], part[0].offset, box), source)
         return _Merged(box, segment, part, self._deltas[source], self)
 
     def delta(self, delta: _Delta, box: Box) -> torch.Tensor:
@@ -304,7 +303,7 @@ class _OfWeight(Computed):
 
     @property
     def origin(self) -> torch.Tensor:
-        return self.segment.view(self.part[1][slices(self.segment.source_box(self.box), self.part[0].offset)])
+        return self.segment.view(self.part[1], self.part[0].offset, self.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +320,7 @@ class _Merged(_OfWeight):
             merged = self.part[1][slices(stored, self.part[0].offset)]
             for delta in self.deltas:
                 merged = merged + self.merger.delta(delta, stored).to(merged.dtype)
-            out[slices(piece, box.offset)].copy_(self.segment.view(merged))
+            out[slices(piece, box.offset)].copy_(self.segment.view(merged, stored.offset, piece))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, region, to_sum
 from weightcast.runtime.scratch import Scratch
-from weightcast.wire.box import Box, slices, split
+from weightcast.wire.box import Box, contiguous_strides, slices, split
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot
 
@@ -46,8 +47,7 @@ class OwnPart:
     computed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
+class _View(NamedTuple):  # made faster than a frozen class, and there may be tens of thousands
     """A part of this rank's memory, in elements: a box of the tensor in one slot.
 
     Numbers only: a view would keep memory alive that the trainer wants to free between two updates.
@@ -67,8 +67,7 @@ class _View:
         return Piece(tensor=self.of(memory), full_shape=self.full_shape, box=self.box if self.full_shape else None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """A copy out of this rank's memory into a bucket; ``own`` is the number of the part."""
 
     view: _View
@@ -340,21 +339,15 @@ class OwnParts:
             source: made.of(whole) for source, whole in wholes.items() if whole.device == device and can_stand_in(whole)
         }
         numbers = {source: 1 + number for number, source in enumerate(wholes)}
-        bucket = Bucket(self._layout, flat_stand_in(self._layout.size_bytes))
-        flat, first_byte = Flat(bucket.data), int(bucket.data.storage_offset())
+        flat = Flat(flat_stand_in(self._layout.size_bytes))
         launches = transfers_on(device)
         copies: list[_Copy] = []
         transfers: list[Transfer] = []
         memories: list[tuple[int, int]] = []
         for number, own, view, _ in views:
-            target = region(bucket, own.slot, own.box)
-            copy = _Copy(
-                view=view,
-                dtype=target.dtype,
-                target_stride=target.stride(),
-                target_offset=int(target.storage_offset()) - first_byte // target.element_size(),
-                own=number,
-            )
+            dtype, steps = own.slot.spec.torch_dtype, contiguous_strides(own.slot.shape)
+            first = sum((a - b) * c for a, b, c in zip(own.box.offset, own.slot.box.offset, steps, strict=True))
+            copy = _Copy(view, dtype, steps, own.slot.offset_bytes // dtype.itemsize + first, number)
             source = stand_ins.get(view.source) if launches else None
             transfer = copy.transfer(source, flat) if source is not None else None
             if transfer is not None and can_transfer(transfer):

@@ -95,7 +95,7 @@ class SharedParts:
         spec, segments = self._specs[number], self._arranged[number].segments
         key = (
             spec.dtype,
-            *((self._agreed.class_of(one.source), one.box, one.dims, one.at) for one in segments),
+            *((self._agreed.class_of(one.source), one.box.offset, one.box.shape, one.dims, one.at) for one in segments),
         )
         if key not in self._known:
             found = [part for one in segments for part in _cut(self._agreed.parts(one.source), one, spec)]

@@ -19,7 +19,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapter_layer
 from weightcast.exporters.segments import Segment
-from weightcast.wire.box import Box, slices
+from weightcast.wire.box import Box
 
 # Packages below ``peft.tuners`` whose ``merge`` gives the weights of the forward pass; the tests compare every one.
 MERGED = frozenset(
@@ -231,9 +231,8 @@ class LayerMerges:
 
     def write(self, source: int, segment: Segment, box: Box, out: torch.Tensor) -> None:
         """Writes a box of a travelling tensor, cast to the dtype of ``out``."""
-        stored = segment.source_box(box)
         value = self._values[source]
-        out.copy_(segment.view(value[slices(stored, (0,) * value.dim())]))
+        out.copy_(segment.view(value, (0,) * value.dim(), box))
 
     def _merge(self, made: _Made) -> dict[int, torch.Tensor]:
         try:

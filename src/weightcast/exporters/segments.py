@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weightcast.errors import ConfigError
-from weightcast.wire.box import Box, are_disjoint, intersection
+from weightcast.wire.box import Box, are_disjoint, contains, intersection
 
 NEW = -1
 
@@ -42,7 +42,9 @@ class Segment:
     def target_box(self, held: Box) -> Box | None:
         """Maps a box of the stored tensor to the travelling tensor, clipped to this segment; None if it is outside."""
         # A tensor without elements has one empty part, which has no intersection.
-        common = held if held == self.box else intersection(held, self.box)
+        if held == self.box or (contains(held, self.box) and self.box.numel):
+            return Box(offset=self.at, shape=self.shape)
+        common = intersection(held, self.box)
         if common is None:
             return None
         return Box(
@@ -62,16 +64,20 @@ class Segment:
                 shape[dim] = extent
         return Box(offset=tuple(offset), shape=tuple(shape))
 
-    def view(self, part: torch.Tensor) -> torch.Tensor:
-        """Gives a box of this segment, as stored, the travelling tensor's dimensions.  No copy."""
-        kept = [dim for dim in self.dims if dim != NEW]
-        gone = [dim for dim in range(part.dim()) if dim not in kept]
-        view = part.permute((*kept, *gone))
-        for _ in gone:
-            view = view.squeeze(-1)
-        for place, dim in enumerate(self.dims):
-            view = view.unsqueeze(place) if dim == NEW else view
-        return view
+    def view(self, part: torch.Tensor, origin: tuple[int, ...], box: Box) -> torch.Tensor:
+        """A box of the travelling tensor, inside this segment, in memory.  No copy.
+
+        Args:
+            part: Part of the stored tensor that contains the box.
+            origin: First element of ``part`` in the stored tensor.
+        """
+        strides, offset, steps = part.stride(), int(part.storage_offset()), list[int]()
+        for start, zero, stride in zip(self.box.offset, origin, strides, strict=True):
+            offset += (start - zero) * stride
+        for start, at, dim in zip(box.offset, self.at, self.dims, strict=True):
+            steps.append(1 if dim == NEW else strides[dim])
+            offset += (start - at) * steps[-1]
+        return part.as_strided(box.shape, steps, offset)  # one view: a large model has tens of thousands
 
     @staticmethod
     def whole(source: int, shape: tuple[int, ...]) -> Segment:
