@@ -159,6 +159,21 @@ def test_a_bucket_that_is_refused_leaves_it_quarantined_until_the_next_update(
     assert greedy_tokens(two_ranks, PROMPTS, COUNT) == answers(model)
 
 
+def test_a_backbone_without_its_head_is_no_first_update(two_ranks: Engine, tmp_path: Path) -> None:
+    """SGLang skips names without their prefix, so no tensor changes, as if it had these weights already."""
+    model = tiny_model(tmp_path, seed=25, **DENSE)
+    update(model, two_ranks, 82, allow_older=True)
+    old = greedy_tokens(two_ranks, PROMPTS, COUNT)
+    again = update(model, two_ranks, 83).targets[0]  # by a trainer that is new to it: equal weights are no failure
+    assert (again.status, "the weights are the same, or it took none" in again.message) == ("serving", True)
+    nudge(model, seed=9)
+    with pytest.raises(UpdateFailed, match=r"no tensor embed_tokens\.weight, .* model\.embed_tokens\.weight"):
+        update(model.model, two_ranks, 84)
+    assert two_ranks.client.get(two_ranks.url + "/ready").status_code == 503
+    update(model, two_ranks, 85)
+    assert greedy_tokens(two_ranks, PROMPTS, COUNT) == answers(model) != old
+
+
 def test_an_older_version_is_refused_and_nothing_moves(two_ranks: Engine, tmp_path: Path) -> None:
     before = checksum(two_ranks), version_of(two_ranks)
     with pytest.raises(UpdateFailed, match="is older than") as caught:

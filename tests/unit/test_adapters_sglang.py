@@ -22,6 +22,7 @@ from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Delivery, Invitation
+from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec, plan_buckets
 from weightcast.wire.messages import Commit, Join, Open, Owner
@@ -398,6 +399,23 @@ class TestAnUpdate:
             talk(adapter.commit(Commit(session="a" * 32)), same)
         asked, ack = talk(adapter.abort("s", "why"), {})
         assert (asked, ack.state) == ([], "quarantined")
+
+    def test_names_of_a_bare_backbone_that_change_nothing_are_a_failure(self) -> None:
+        """Equal weights change nothing either, but their names would fit."""
+        same = dict.fromkeys(["model.norm.weight", "model.layers.0.mlp.gate_up_proj.weight", "lm_head.weight"], "0")
+        said = {"/weights_checker": {"ranks": [{"checksums": same}] * 2, "per_engine_checksum": "1" * 64}}
+
+        def commit(*names: str) -> Ack:
+            adapter = SglangAdapter(recognised())
+            specs = [TensorSpec(name=name, dtype="bfloat16", shape=(4, 2)) for name in names]
+            adapter.check(specs, delivery="memory", bucket_bytes=1 << 20)
+            talk(adapter.open(opening(verify="resident")), said)
+            return talk(adapter.commit(Commit(session="a" * 32)), said)[1]
+
+        with pytest.raises(WireError, match=r"no tensor norm\.weight, .* it has model\.norm\.weight"):
+            commit("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight", "norm.weight")
+        for names in (["model.norm.weight"], ["lm_head.weight", "norm.weight"], ["model.language_model.norm.weight"]):
+            assert "as before: the weights are the same, or it took none" in commit(*names).message
 
     def test_checksums_before_and_after_are_compared(self) -> None:
         adapter = SglangAdapter(recognised())

@@ -244,8 +244,9 @@ class LayerMerges:
         except Exception as error:  # PEFT and its kinds of adapters raise anything
             raise _refused(made.path, made.layer, f"{type(error).__name__}: {error}") from error
         values = {path: tensor.detach() for path, tensor in _named(base)}
-        if set(values) != set(made.sources):
-            raise _refused(made.path, made.layer, f"new tensors: {', '.join(sorted(set(values) ^ set(made.sources)))}")
+        before = {(path, tensor.shape) for path, tensor in _named(base_of(made.layer)) if path in made.sources}
+        if other := {path for path, _ in {(path, tensor.shape) for path, tensor in values.items()} ^ before}:
+            raise _refused(made.path, made.layer, f"other tensors than before: {', '.join(sorted(other))}")
         return {number: values[path] for path, number in made.sources.items()}
 
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from weightcast.adapters.encoders import TAKES_IMAGES, check_encoders
-from weightcast.adapters.sglang.checksums import Checksums, compared, parsed
+from weightcast.adapters.sglang.checksums import Checksums, compared, lacks_prefix, parsed
 from weightcast.adapters.sglang.payload import bucket_payload
 from weightcast.adapters.stock import StockAdapter, group_body
 from weightcast.comm.pickle_writer import listing, pickled_base64
@@ -177,7 +177,7 @@ class SglangAdapter(StockAdapter):
         The prefix cache needs no second flush: a paused server computes nothing.
 
         Raises:
-            WireError: The engine's weights have not changed, although the sent weights have.
+            WireError: The engine's weights have not changed, although the sent weights have or have other names.
         """
         if self._session_open:
             yield _post("/end_weight_update")
@@ -186,11 +186,8 @@ class SglangAdapter(StockAdapter):
         if self._wants_checksum:
             checksums = yield from self._ask_checksums()
             checksum = checksums.whole
-            if checksum and checksum == self._checksums.whole and self._expects_change:
-                raise WireError(
-                    f"SGLang took none of the new weights: its own checksum over all ranks is still {checksum[:16]}; "
-                    "the engine stays paused.  SGLang skips names that it does not know, with a line in its log"
-                )
+            if checksum and checksum == self._checksums.whole:
+                self._check_taken(checksums)
             if checksum:
                 words = compared(self._checksums, checksums, ranks=self._info.tp_size, sent=self._sent)
         yield from self._stamp()
@@ -243,6 +240,21 @@ class SglangAdapter(StockAdapter):
         return [logprob for logprob, _ in found]
 
     # -- parts of a step
+
+    def _check_taken(self, checksums: Checksums) -> None:
+        """Refuses weights that leave the engine's checksum as it was, unless they may be those that it has."""
+        still = f"its own checksum over all ranks is still {checksums.whole[:16]}; the engine stays paused"
+        if self._expects_change:
+            raise WireError(
+                f"SGLang took none of the new weights: {still}.  "
+                "SGLang skips names that it does not know, with a line in its log"
+            )
+        names = lacks_prefix(checksums.tensors, self._sent)
+        if names is not None:
+            raise WireError(
+                f"nothing shows that SGLang took the new weights: {still}.  It has no tensor {names[0]}, which was sent; "
+                f"it has {names[1]}.  Export the whole model, with its head, or give its names with names="
+            )
 
     def _pause_and_flush(self) -> Generator[EngineRequest, bytes, None]:
         """Pauses the engine and flushes the cache of the old weights, before any weight changes."""

@@ -77,6 +77,18 @@ def compared(before: Checksums, after: Checksums, *, ranks: int, sent: Iterable[
     return f"{words}, and no name that was sent fits {len(unknown)} of these: {', '.join(unknown[:_SHOWN])}{more}"
 
 
+def lacks_prefix(engine: Iterable[str], sent: Iterable[str]) -> tuple[str, str] | None:
+    """A sent name and the engine's longer one, if every sent name that fits lacks the beginning that the engine's have.
+
+    Such names come from a model's backbone, exported by itself.  Most models of SGLang skip them.
+    """
+    known, given = set(engine), sorted(sent)
+    if not known.isdisjoint(given):
+        return None
+    ends = {name[at + 1 :]: name for name in known for at, character in enumerate(name) if character == "."}
+    return next(((name, ends[name]) for name in given if name in ends), None)
+
+
 def _unsent(kept: Iterable[str], engine: Iterable[str], sent: Iterable[str]) -> list[str]:
     """Those of the engine's tensors that have no name among the sent ones, and into which none of them is fused."""
     own = {_inner(name) for name in engine}
