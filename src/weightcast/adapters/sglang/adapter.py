@@ -252,8 +252,8 @@ class SglangAdapter(StockAdapter):
         names = lacks_prefix(checksums.tensors, self._sent)
         if names is not None:
             raise WireError(
-                f"nothing shows that SGLang took the new weights: {still}.  It has no tensor {names[0]}, which was sent; "
-                f"it has {names[1]}.  Export the whole model, with its head, or give its names with names="
+                f"nothing shows that SGLang took the new weights: {still}.  It has no tensor {names[0]}, which was "
+                f"sent; it has {names[1]}.  Export the whole model, with its head, or name its tensors with names="
             )
 
     def _pause_and_flush(self) -> Generator[EngineRequest, bytes, None]:
