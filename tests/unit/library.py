@@ -208,6 +208,7 @@ def _build(kind: Any, level: int) -> Any:
 def _shrink(config: Any, level: int) -> Any:
     """Level 0 shrinks everything, 1 keeps widths, 2 shrinks layers and vocabulary, 3 layers only."""
     table = dict(_SMALL) if level < 3 else {"first_k_dense_replace": 1}
+    table |= {"n_input_layers": 1, "n_recurrent_layers": 0, "n_output_layers": 1}  # two in all, as in _LAYERS
     table |= _DEPTHS if level < 2 else {}
     table |= _WIDTHS if level < 1 else {}
     for name, value in list(vars(config).items()):

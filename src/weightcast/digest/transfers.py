@@ -50,10 +50,10 @@ def can_transfer(transfer: Transfer) -> bool:
     source, target = transfer.piece.tensor, transfer.target
     if target is not None and (target.device != source.device or target.dtype != source.dtype):
         return False
-    sides = [source] if target is None else [source, target]
-    if any(side.is_conj() or side.is_neg() for side in sides):
-        return False
-    return all(side.is_contiguous() or is_rows_of_runs(words_of(side)) for side in sides)
+    for side in (source,) if target is None else (source, target):
+        if side.is_conj() or side.is_neg() or not (side.is_contiguous() or is_rows_of_runs(words_of(side))):
+            return False
+    return True
 
 
 class PlacedLaunches:
