@@ -97,6 +97,10 @@ _SMALL: dict[str, Any] = {
     "n_positions": 128,
     "pad_token_id": 0,
     "moe_layer_start_index": 1,
+    # Tokens of images and of sounds, one range after the other in the vocabulary.
+    "image_token_offset": 64,
+    "audio_token_offset": 128,
+    "codebook_size": 64,
 }
 
 
