@@ -272,6 +272,4 @@ def _cut_rows(box: Box, slot: TensorSlot) -> Box | None:
     end = min(box.offset[0] + box.shape[0], slot.first_row + slot.num_rows)
     if start >= end:
         return None
-    if end - start == box.shape[0]:
-        return box
     return Box(offset=(start, *box.offset[1:]), shape=(end - start, *box.shape[1:]))

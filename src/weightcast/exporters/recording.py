@@ -58,11 +58,6 @@ class Recorder(TorchDispatchMode):
         self._followed: dict[int, list[tuple[_Copy, int]]] = {}
         self._alive: list[torch.Tensor] = []  # a new storage would get the address of one that is freed
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False spares each operation a wrapper for code that ``torch.compile`` compiles, which nothing here is."""
-        return False
-
     def source(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without memory that stands for the source of this number."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")

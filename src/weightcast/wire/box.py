@@ -49,12 +49,10 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 def contains(outer: Box, inner: Box) -> bool:
     """True if the inner box lies in the outer one; False for boxes with different numbers of dimensions."""
-    if len(outer.shape) != len(inner.shape):
-        return False
-    for a, m, b, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True):
-        if b < a or b + n > a + m:
-            return False
-    return True
+    return len(outer.shape) == len(inner.shape) and all(
+        a <= b and b + n <= a + m
+        for a, m, b, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True)
+    )
 
 
 def are_disjoint(boxes: Iterable[Box]) -> bool:

@@ -151,8 +151,7 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def box(self) -> Box:
         """Place of what travels here in the whole tensor."""
-        shape = self.shape
-        return Box(offset=(self.first_row, *(0,) * (len(shape) - 1))[: len(shape)], shape=shape)
+        return Box(offset=(self.first_row, *(0 for _ in self.spec.shape))[: len(self.spec.shape)], shape=self.shape)
 
     @property
     def size_bytes(self) -> int:
