@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.placements import Agreed, StoredParts, agree, model_hash
-from weightcast.exporters.segments import NEW, Arranged, Segment
+from weightcast.exporters.segments import Arranged, Segment
 from weightcast.wire.box import Box
 from weightcast.wire.layout import TensorSpec
 
@@ -140,27 +142,7 @@ def _cut(parts: StoredParts, segment: Segment, spec: TensorSpec) -> list[SharedP
         if box is None:
             continue
         ready = same_dtype and parts.ready[index] and not parts.computed[index]
-        found.append(
-            SharedPart(
-                box,
-                parts.holders[index],
-                ready=ready and _lies_in_one_run(box, segment, tuple(shape)),
-                computed=parts.computed[index],
-            )
-        )
+        # As it lies in a contiguous shard.
+        ready = ready and segment.view(torch.empty(shape, device="meta"), tuple(offset), box).is_contiguous()
+        found.append(SharedPart(box, parts.holders[index], ready=ready, computed=parts.computed[index]))
     return found
-
-
-def _lies_in_one_run(box: Box, segment: Segment, held: tuple[int, ...]) -> bool:
-    """True if a part, in the travelling tensor's order of dimensions, is contiguous in a contiguous shard."""
-    strides = [1] * len(held)
-    for dim in range(len(held) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * held[dim]
-    expected = 1
-    for extent, dim in zip(reversed(box.shape), reversed(segment.dims), strict=True):
-        if extent == 1 or dim == NEW:
-            continue
-        if strides[dim] != expected:
-            return False
-        expected *= extent
-    return True

@@ -20,11 +20,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.exporters.segments import NEW, Segment
-from weightcast.wire.box import Box
+from weightcast.wire.box import Box, contiguous_strides
 
 _CLONES = {"aten::clone", "aten::contiguous", "aten::_to_copy", "aten::copy", "aten::view_copy"}
 _MAX_SEGMENTS = 1 << 16  # of one tensor; an update walks through all of them
 _UNBOUNDED = 1 << 62
+_steps_of = functools.lru_cache(maxsize=4096)(contiguous_strides)
 
 
 class NotRecorded(Exception):
@@ -83,7 +84,7 @@ class Recorder(TorchDispatchMode):
                 return (Segment.whole(number, shape),)
         if not tensor.numel():
             raise NotRecorded("it has no elements")
-        seen = _Copy(0, int(tensor.storage_offset()), tuple(zip(shape, steps_of(shape), tensor.stride(), strict=True)))
+        seen = _Copy(0, int(tensor.storage_offset()), tuple(zip(shape, _steps_of(shape), tensor.stride(), strict=True)))
         found = [(seen, storage)] if storage in self._sources else self._follow(seen, storage)
         segments: list[Segment] = []
         for copy, origin in found:
@@ -209,7 +210,7 @@ def _inside(outer: _Copy, inner: _Copy) -> _Copy | None:
 @functools.lru_cache(maxsize=4096)
 def _dims_by_step(shape: tuple[int, ...]) -> dict[int, int]:
     """Dimension of a contiguous tensor by its step; dimensions of extent 1 are left out."""
-    return {step: dim for dim, step in enumerate(steps_of(shape)) if shape[dim] > 1}
+    return {step: dim for dim, step in enumerate(_steps_of(shape)) if shape[dim] > 1}
 
 
 def _one_box(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Segment | None:
@@ -228,17 +229,8 @@ def _one_box(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[in
     return Segment(source=number, box=Box(offset=tuple(offset), shape=tuple(shape)), dims=tuple(dims), at=tuple(at))
 
 
-@functools.lru_cache(maxsize=4096)
-def steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    steps = [1]
-    for extent in reversed(shape[1:]):
-        steps.append(steps[-1] * max(extent, 1))
-    return tuple(reversed(steps)) if shape else ()
-
-
 def _same(shape: tuple[int, ...]) -> _Copy:
-    return _Copy(0, 0, tuple((extent, step, step) for extent, step in zip(shape, steps_of(shape), strict=True)))
+    return _Copy(0, 0, tuple((extent, step, step) for extent, step in zip(shape, _steps_of(shape), strict=True)))
 
 
 def _compose(outer: _Copy, inner: _Copy) -> list[_Copy]:
@@ -375,7 +367,7 @@ def _boxes(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[int,
 
 def _dim(shape: tuple[int, ...], step: int) -> tuple[int, int]:
     """The dimension along which a step moves, and the distance."""
-    steps = steps_of(shape)
+    steps = _steps_of(shape)
     dim = next(dim for dim, own in enumerate(steps) if own <= step and shape[dim] > 1)
     if step % steps[dim]:
         raise NotRecorded(f"one of its parts has a step of {step} in {list(shape)}, which is no box")
@@ -384,7 +376,7 @@ def _dim(shape: tuple[int, ...], step: int) -> tuple[int, int]:
 
 def _position(shape: tuple[int, ...], offset: int) -> list[int]:
     at: list[int] = []
-    for step in steps_of(shape):
+    for step in _steps_of(shape):
         at.append(offset // step)
         offset %= step
     return at
