@@ -194,6 +194,18 @@ def test_adapters_that_cannot_be_merged_are_refused_by_name(config, words):
     assert hint in (caught.value.hint or "")
 
 
+def test_a_merge_that_changes_a_shape_is_refused_by_name(monkeypatch):
+    """Its values would be read in the shape that the weight had."""
+    model = trained(MERGED["ia3"]())
+
+    def merge(layer, *_):
+        layer.base_layer.weight.data = layer.base_layer.weight.data.new_zeros(200, 100)
+
+    monkeypatch.setattr(peft.tuners.ia3.layer.Linear, "merge", merge)
+    with pytest.raises(ConfigError, match=r"q_proj has an adapter .*other tensors than before: weight"):
+        tensors_of(ModuleExporter(model))
+
+
 def test_adapters_beside_the_layers_of_a_model_are_refused_by_name():
     """PEFT's adaption prompts wrap attention, which then has other names."""
     config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
