@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import pytest
 from tests.commands import run
 from tests.e2e.engines import ENVIRONMENT, Engine, engines
 from tests.tiny import tiny_model, tiny_tokenizer
+from weightcast.config import Target
+from weightcast.lab.conformance import direct, updates
+from weightcast.lab.conformance.engine import EngineUnderTest, Settings
+from weightcast.lab.conformance.result import Failed
 
 PROGRAM = "weightcast.lab.conformance.__main__"
 KEY = "conformance-key"
@@ -60,7 +65,7 @@ def test_the_reference_engine_passes_every_check(folders: list[Path], tmp_path: 
         code, rows = conform(engine, *folders, key=KEY)
     assert not with_outcome(rows, "failed"), rows
     assert with_outcome(rows, "not applicable") == {"takes updates over disk", "takes updates over checkpoint-engine"}
-    assert len(rows) == 29
+    assert len(rows) == 32
     assert code == 0
 
 
@@ -72,6 +77,54 @@ def test_an_engine_whose_answers_never_change_fails(folders: list[Path], tmp_pat
     assert with_outcome(rows, "failed") == {"gives other answers with other weights"}
     assert "no answer has changed" in rows["gives other answers with other weights"]["words"]
     assert "not run" in rows["refuses malformed messages"]["words"]
+
+
+@pytest.fixture(scope="module")
+def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    with engines(folders[0], tmp_path_factory.mktemp("engine"), {"tp": 2}) as (engine,):
+        tested = EngineUnderTest(Target(engine.url), folders, Settings(timeout_s=60.0))
+        updates.takes_an_update(tested)
+        updates.answers_with_other_weights(tested)
+        yield tested
+        tested.close()
+
+
+class TestDirect:
+    """Each check of ``direct`` fails where the engine, or the trainer, does not do what it is about."""
+
+    def test_bits_that_nobody_compares_are_not_refused(
+        self, served: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(direct, "WAYS", {"memory": {"direct_by": "memory", "verify": "none"}})
+        with pytest.raises(Failed, match=r"by memory, one bit of model\.\S+ differs, and trainer rank 0 is done"):
+            direct.refuses_an_altered_part(served)
+        with pytest.raises(Failed, match="by memory the proof is none"):
+            direct.takes_shards(served)
+
+    def test_other_weights_than_those_of_the_shards_are_seen(
+        self, served: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Trainer ranks that read the other checkpoint look like an engine that keeps what it had.
+        served.to("A")
+        served.digests_of("B")
+        monkeypatch.setattr(served, "folders", dict.fromkeys("AB", served.folders["A"]))
+        with pytest.raises(Failed, match=r"\d+ of 21 live tensors are not those of B"):
+            direct.takes_shards(served)
+
+    def test_a_trainer_that_is_not_killed_in_the_middle_is_no_test(
+        self, served: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # All is one bucket, and no rank comes to a second one.
+        monkeypatch.setattr(direct, "WAYS", {"memory": {"direct_by": "memory", "bucket_bytes": 1 << 30}})
+        with pytest.raises(Failed, match="trainer rank 0 was not killed in the middle: done"):
+            direct.survives_a_lost_trainer_rank(served)
+
+    def test_an_engine_that_refuses_every_way_it_offers_fails(
+        self, served: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(direct, "WAYS", {"memory": {"direct_by": "memory", "digest": "sha256"}})
+        with pytest.raises(Failed, match="offers direct, and no way of it"):
+            direct.takes_shards(served)
 
 
 @pytest.mark.wide

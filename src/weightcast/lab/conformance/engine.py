@@ -14,13 +14,14 @@ from typing import Any, Literal
 import msgspec
 
 from weightcast.comm.http import Client
-from weightcast.comm.ipc import host_id
+from weightcast.comm.ipc import device_of, host_id
 from weightcast.config import Target
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.answers import Dialect, Stream, dialect_of
 from weightcast.lab.conformance.result import NotApplicable, need
+from weightcast.lab.conformance.trainer import Job
 from weightcast.report import UpdateReport
 from weightcast.transports.registry import TRANSPORTS
 from weightcast.update.arguments import Model
@@ -165,6 +166,19 @@ class EngineUnderTest:
         need(report.ok, f"the update to version {version} was not taken: {report}")
         self.serves = name
         return report
+
+    def job(self, name: Name, *, options: dict[str, Any], **more: Any) -> Job:
+        """An update to a checkpoint by a trainer in other processes; ``more`` are further fields of ``Job``."""
+        places = [rank.device for rank in self.first.ranks if device_of(rank.device) is not None]
+        settings = {"timeout_s": self.settings.timeout_s, "bucket_bytes": self.bucket_bytes}
+        return Job(
+            target=self.target,
+            checkpoint=str(self.folders[name]),
+            version=self.next_version(),
+            options=settings | options,
+            place=places[0] if places else "cpu",
+            **more,
+        )
 
     def to(self, name: Name) -> None:
         """Makes the engine serve a checkpoint, if it does not already."""

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-
-import msgspec
 
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.lab.conformance.doomed import Doom
 from weightcast.lab.conformance.engine import EngineUnderTest
 from weightcast.lab.conformance.result import Failed, need
+from weightcast.lab.conformance.trainer import run
 from weightcast.report import UpdateReport
 
 
@@ -39,12 +35,12 @@ def survives_a_trainer_that_raises(engine: EngineUnderTest) -> str:
         except _Planned:
             pass
         health = updater.health()[0]
-    if _keeps_the_old_version(engine):
+    if keeps_the_old_version(engine):
         engine.serves = "A"
         engine.unchanged("A", version)
-        return "it serves the old version; " + _heals(engine)
+        return "it serves the old version; " + heals(engine)
     need(not health.active, "half written, it still counts as active")
-    return f"it is {health.state} and not active; " + _heals(engine)
+    return f"it is {health.state} and not active; " + heals(engine)
 
 
 def survives_a_trainer_that_dies(engine: EngineUnderTest) -> str:
@@ -52,34 +48,24 @@ def survives_a_trainer_that_dies(engine: EngineUnderTest) -> str:
     engine.push("A")
     version = engine.info().version
     engine.serves = None
-    doom = Doom(
-        target=engine.target,
-        checkpoint=str(engine.folders["B"]),
-        transport=engine.settings.transport,
-        bucket_bytes=engine.bucket_bytes,
-        timeout_s=engine.settings.timeout_s,
-        version=engine.next_version(),
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "weightcast.lab.conformance.doomed"],
-        input=msgspec.json.encode(doom),
-        capture_output=True,
-        timeout=4 * engine.settings.timeout_s,
-        check=False,
-    )
-    need(done.returncode < 0, f"the doomed trainer ended by itself: {done.stderr.decode(errors='replace')[-300:]}")
-    if _keeps_the_old_version(engine):
+    options = {"transport": engine.settings.transport}
+    job = engine.job("B", fate="dies", num_ranks=1, options=options)
+    (ended,) = run(job, timeout_s=4 * engine.settings.timeout_s)
+    need(ended.how == "killed", f"the trainer that should have died ended by itself: {ended.words}")
+    if keeps_the_old_version(engine):
         engine.unchanged("A", version)
         engine.serves = "A"
-        return "it went on with the old version; " + _heals(engine)
-    return _heals(engine)
+        return "it went on with the old version; " + heals(engine)
+    return heals(engine)
 
 
-def _keeps_the_old_version(engine: EngineUnderTest) -> bool:
+def keeps_the_old_version(engine: EngineUnderTest) -> bool:
+    """True if an update that fails must leave the old version serving."""
     return engine.has_receiver and engine.first.staging != "none"
 
 
-def _heals(engine: EngineUnderTest) -> str:
+def heals(engine: EngineUnderTest) -> str:
+    """The next update makes the engine serve B whole; returns that in words."""
     report = engine.push("B")
     woken = _wake(engine, report)
     engine.says("B")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightcast.config import Target
 from weightcast.errors import WeightcastError
-from weightcast.lab.conformance import failures, messages, updates
+from weightcast.lab.conformance import direct, failures, messages, updates
 from weightcast.lab.conformance.engine import EngineUnderTest, Settings
 from weightcast.lab.conformance.pauses import pauses_by
 from weightcast.lab.conformance.result import Failed, NotApplicable, Outcome, Result, Row
@@ -31,6 +31,7 @@ _MORE: dict[str, Check] = {
     "keeps exactly the weights that were sent": updates.keeps_what_was_sent,
     "takes updates over ipc": updates.moves_over("ipc"),
     "takes updates over broadcast": updates.moves_over("broadcast"),
+    "takes updates over direct from two trainer ranks": direct.takes_shards,
     "takes updates over disk": updates.moves_over("disk"),
     "takes updates over checkpoint-engine": updates.moves_over("checkpoint-engine"),
     "counts its versions": updates.counts_its_versions,
@@ -40,6 +41,8 @@ _MORE: dict[str, Check] = {
     "pause wait, under load": pauses_by("wait"),
     "survives a trainer that raises in the middle of an update": failures.survives_a_trainer_that_raises,
     "survives a trainer that is killed in the middle of an update": failures.survives_a_trainer_that_dies,
+    "survives the loss of either trainer rank of direct": direct.survives_a_lost_trainer_rank,
+    "refuses rows that were altered on their way by direct": direct.refuses_an_altered_part,
     "refuses malformed messages": messages.refuses_malformed_messages,
     "refuses messages of strangers while it is updated": messages.refuses_strangers,
     "refuses tensors that do not fit": messages.refuses_tensors_that_do_not_fit,

@@ -1,0 +1,242 @@
+"""A trainer in processes of its own, with a checkpoint's weights, that may die or lie in the middle of an update.
+
+With one rank it sends the checkpoint as it is.  With several each rank holds its rows of every tensor, in memory that
+engines can map, as the ranks of a sharded trainer do.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from weightcast.comm.ipc import SharedBuffer, device_of
+from weightcast.comm.ports import quiet_port
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.config import Target
+from weightcast.digest.source_sums import SourceSums
+from weightcast.errors import ConfigError, WeightcastError
+from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.exporters.own_parts import OwnMemory
+from weightcast.exporters.state_dict import StateDictExporter
+from weightcast.report import UpdateReport
+from weightcast.update.updater import WeightUpdater
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
+
+Fate = Literal["whole", "dies", "lies"]
+_ALIGN = 64  # bytes between the beginnings of two parts
+_START_S = 60.0  # for the processes to start, beside the deadlines of the update
+_kept: list[SharedBuffer] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One update by a trainer.
+
+    Attributes:
+        target: The engine.
+        checkpoint: Folder of the weights.
+        version: Version of the update.
+        options: Further options of ``WeightUpdater.connect``.
+        place: UUID of the device of the weights, or ``cpu``.
+        num_ranks: Number of trainer ranks.
+        fate: ``dies``: a rank is killed in the middle of the update.  ``lies``: the bytes that engines get from a rank
+            differ in one bit from those that it has summed.
+        culprit: The rank whose fate that is.
+    """
+
+    target: Target
+    checkpoint: str
+    version: int
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    place: str = "cpu"
+    num_ranks: int = 1
+    fate: Fate = "whole"
+    culprit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the update ended on one trainer rank.
+
+    Attributes:
+        how: ``done``, ``refused`` before anything moved, ``failed``, or ``killed``.
+        words: The error; empty without one.
+        report: The report, if there is one.
+    """
+
+    how: Literal["done", "refused", "failed", "killed"]
+    words: str = ""
+    report: UpdateReport | None = None
+
+
+def altered(checkpoint: str, num_ranks: int) -> str:
+    """Name of the tensor of which a lying rank hands out another bit: one of which every rank has rows."""
+    with CheckpointExporter(checkpoint) as exporter:
+        cut = [spec.name for spec in exporter.specs() if spec.shape and spec.shape[0] >= num_ranks]
+    return cut[len(cut) // 2]
+
+
+def run(job: Job, *, timeout_s: float) -> list[Ended]:
+    """Runs a trainer to its end, and returns how it ended on each rank.
+
+    Args:
+        job: Its update.
+        timeout_s: Deadline of the whole trainer, in seconds; whatever runs then is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    address = f"tcp://127.0.0.1:{quiet_port()}"
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    deadline = time.monotonic() + timeout_s + _START_S
+    with tempfile.TemporaryDirectory(prefix="weightcast-conformance-") as folder:
+        logs = [Path(folder, f"rank-{rank}.log") for rank in range(job.num_ranks)]
+        try:
+            for rank, log in enumerate(logs):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_serve, args=(job, rank, address, theirs, str(log)), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            return [
+                _answer(pipe, process, log, deadline) for pipe, process, log in zip(pipes, processes, logs, strict=True)
+            ]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answer(pipe: Connection, process: Any, log: Path, deadline: float) -> Ended:
+    if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+        return Ended("failed", "it did not end in time")
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
+            return Ended("killed")
+        return Ended("failed", f"it ended by itself: {log.read_text(errors='replace')[-300:]}")
+
+
+def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> None:
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 2)  # torch reports each lost connection with a stack
+    torch.set_num_threads(1)
+    logging.getLogger("weightcast").setLevel(logging.CRITICAL)  # the caller prints what matters
+    try:
+        if job.num_ranks > 1:
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.num_ranks)
+            report = _update(job, _sharded(job, rank))
+        else:
+            report = _update(job, CheckpointExporter(job.checkpoint), alone=True, progress=_killer(job))
+        pipe.send(Ended("done", report=report))
+    except ConfigError as error:
+        pipe.send(Ended("refused", f"{type(error).__name__}: {error}"))
+    except WeightcastError as error:
+        pipe.send(Ended("failed", f"{type(error).__name__}: {error}", getattr(error, "report", None)))
+    pipe.close()
+    os._exit(0)  # threads of a group that failed may wait for a rank that is gone
+
+
+def _update(job: Job, model: Any, **more: Any) -> UpdateReport:
+    with WeightUpdater.connect(model, [job.target], **job.options, **more) as updater:
+        return updater.update(version=job.version)
+
+
+def _killer(job: Job) -> Any:
+    def after_a_bucket(done: int, _: int) -> None:
+        if done and job.fate == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return after_a_bucket
+
+
+def _sharded(job: Job, rank: int) -> StateDictExporter:
+    device = device_of(job.place) or torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (job.num_ranks,))
+    weights = _rows(job, mesh, device)
+    if rank == job.culprit and job.fate == "dies":
+        return _Dying(weights)
+    if job.fate != "lies":
+        return StateDictExporter(weights)
+    others = _rows(job, mesh, device)
+    if rank == job.culprit:
+        lie = others[altered(job.checkpoint, job.num_ranks)]
+        lie.to_local().view(-1).view(torch.uint8)[0] ^= 1
+    return _Lying(weights, others)
+
+
+def _rows(job: Job, mesh: DeviceMesh, device: torch.device) -> dict[str, DTensor]:
+    """The weights, each cut into rows among all ranks, in memory that engines can map."""
+    placed: dict[str, DTensor] = {}
+    with CheckpointExporter(job.checkpoint) as exporter:
+        for shard in exporter.shards():
+            place = Shard(0) if shard.tensor.dim() else Replicate()
+            placed[shard.spec.name] = distribute_tensor(shard.tensor, mesh, [place], src_data_rank=None)
+    sizes = [-(-whole.to_local().nbytes // _ALIGN) * _ALIGN for whole in placed.values()]
+    buffer = SharedBuffer(max(1, sum(sizes)), device)
+    _kept.append(buffer)  # as long as engines may read it
+    for (name, whole), room in zip(placed.items(), buffer.data[: sum(sizes)].split(sizes), strict=True):
+        rows = whole.to_local()
+        here = room[: rows.nbytes].view(rows.dtype).view(rows.shape).copy_(rows)
+        placed[name] = DTensor.from_local(
+            here, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return placed
+
+
+class _Dying(StateDictExporter):
+    """Its process is killed in the middle of an update: at its second bucket, or while engines read its memory."""
+
+    _filled = 0
+
+    def fill_own(
+        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        super().fill_own(bucket, layout, group, sources)
+        self._filled += 1
+        if self._filled > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Lying(StateDictExporter):
+    """Sums one set of weights, and hands out another, as if bits had flipped on their way."""
+
+    def __init__(self, summed: Mapping[str, torch.Tensor], handed: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(summed)
+        self._handed = StateDictExporter(handed)
+
+    def prepare(self, group: TrainerGroup) -> None:
+        super().prepare(group)
+        self._handed.prepare(group)
+
+    def fill_own(
+        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        super().fill_own(bucket, layout, group, sources)
+        self._handed.fill_own(bucket, layout, group)
+
+    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
+        return self._handed.own_memory(layout, group)
