@@ -10,7 +10,7 @@ from weightcast.digest import far_copies
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, prepare_kernels
-from weightcast.runtime.pace import paced
+from weightcast.runtime.pace import Pace, paced
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -157,7 +157,7 @@ def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
     def turn() -> None:
         turns.append(torch.cuda.current_stream().query())  # the slice is over
 
-    with paced(turn):
+    with paced(Pace(lambda: 0, turn)):
         assert torch.equal(launches.launch(), wanted)
     assert torch.equal(source, target)
     assert len(turns) > 10

@@ -24,21 +24,55 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("count", "turns"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
-def test_between_two_slices_others_get_their_turn(said: list[str], count: int, turns: int) -> None:
-    found: list[int] = []
-    with pace.paced(lambda: said.append("turn")):
-        for part in pace.slices(count, 4):
-            found += range(count)[part]
-            said.append("slice")
-    assert found == list(range(count))
-    assert said.count("turn") == turns
-    assert said == (["slice", *["waited", "turn", "slice"] * turns] if count else [])
+class Engine:
+    """It begins a step when it gets its turn, if it generates."""
+
+    def __init__(self, said: list[str], *, generates: bool = True) -> None:
+        self.said = said
+        self.generates = generates
+        self.steps = 0
+        self.pace = pace.Pace(lambda: self.steps, self.turn)
+
+    def turn(self) -> None:
+        self.said.append("turn")
+        self.steps += self.generates
+
+    def launch(self, count: int) -> None:
+        """A launch of so many tiles, of which 4 may come between two steps."""
+        found: list[int] = []
+        with pace.paced(self.pace):
+            for part in pace.slices(count, 4):
+                found += range(count)[part]
+                self.said.append(f"{part.stop - part.start}")
+        assert found == list(range(count))
+
+
+@pytest.mark.parametrize("generates", [True, False])
+@pytest.mark.parametrize(("count", "slices"), [(0, ""), (1, "1"), (4, "4"), (5, "4 1"), (8, "4 4"), (9, "4 4 1")])
+def test_between_two_slices_others_get_their_turn(said: list[str], count: int, slices: str, generates: bool) -> None:
+    Engine(said, generates=generates).launch(count)
+    assert " ".join(said) == slices.replace(" ", " waited turn ")
+
+
+def test_small_launches_share_what_comes_between_two_steps(said: list[str]) -> None:
+    engine = Engine(said)
+    for count in (2, 1, 3, 2):
+        engine.launch(count)
+    assert " ".join(said) == "2 1 1 waited turn 2 2"
+
+
+def test_a_step_that_has_begun_by_itself_is_not_waited_for(said: list[str]) -> None:
+    engine = Engine(said)
+    engine.launch(4)
+    engine.steps += 1
+    engine.launch(3)
+    engine.launch(3)
+    assert " ".join(said) == "4 3 1 waited turn 2"
 
 
 def test_without_a_pace_all_comes_at_once(said: list[str]) -> None:
     assert list(pace.slices(9, 4)) == [slice(0, 9)]
-    with pace.paced(lambda: said.append("turn")):
+    with pace.paced(Engine(said).pace):
         elsewhere: list[slice] = []
         thread = threading.Thread(target=lambda: elsewhere.extend(pace.slices(9, 4)))
         thread.start()

@@ -14,8 +14,9 @@ import torch
 
 from tests.unit.test_messages import OPEN
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.runtime.pace import slices
 from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Abort, Message, Open
+from weightcast.wire.messages import Abort, Commit, Message, Open
 
 RELEASES = 300
 
@@ -130,3 +131,49 @@ def test_a_launch_waits_for_the_next_step_of_an_engine_that_generates(monkeypatc
     clock[0] += 1
     rank._let_a_step_begin()  # it has stopped
     assert clock[0] == pytest.approx(101.024, abs=0.001)
+
+
+class Reading(Working):
+    """A receiver whose answer to a commit takes the exchange, and two slices to read the weights back."""
+
+    def __init__(self, rank: PolledRank, said: list[str]) -> None:
+        self.rank, self.said = rank, said
+
+    def apply(self, message: Message) -> RankAck:
+        if isinstance(message, Commit):
+            task = BoundaryTask(lambda: self.said.append("exchange"), engine="an engine that polls")
+            self.rank._tasks.append(task)
+            assert self.rank.step()
+            for part in slices(2, 1):
+                self.said.append(f"slice {part.start}")
+        return RankAck(rank=0, ok=True)
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch, generates: bool
+) -> None:
+    rank, said = PolledRank(), list[str]()
+    rank.receiver = Reading(rank, said)  # type: ignore[assignment]
+    monkeypatch.setattr("weightcast.plugins.switch_rank.switches_weights", lambda *_: False)
+    monkeypatch.setattr("weightcast.runtime.pace.torch.cuda.current_stream", lambda: Synchronised())
+
+    def sleep(seconds: float) -> None:
+        said.append("waits")
+        rank.stepped()
+
+    monkeypatch.setattr("weightcast.plugins.switch_rank.time.sleep", sleep)
+    rank.apply(OPEN)
+    rank.stepped()
+    if generates:  # SGLang knows it; others have begun a step since the exchange
+        monkeypatch.setattr(rank, "generates", lambda: True)
+    rank.apply(Commit(session=OPEN.session))
+    # An engine that is paused until its weights are proven would wait for a step that does not come.
+    assert said == ["exchange", "slice 0", *(["waits"] if generates else []), "slice 1"]
+
+
+class Synchronised:
+    """A stream without work."""
+
+    def synchronize(self) -> None:
+        pass

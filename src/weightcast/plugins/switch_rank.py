@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Listener
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ from weightcast.plugins.rank_sockets import (
 from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
-from weightcast.runtime.pace import paced
+from weightcast.runtime.pace import Pace, paced
 from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
@@ -105,6 +105,7 @@ class SwitchRank(ABC):
         self.in_session = False  # an update is under way
         self._applying = False
         self._steps, self._stepped_at = 0, float("-inf")
+        self._pace = Pace(lambda: self.steps_begun(), self._let_a_step_begin)
         self._no_room = ""
 
     # -- for subclasses
@@ -191,6 +192,7 @@ class SwitchRank(ABC):
             return False
         task = self._tasks.popleft()
         assert self._open is not None
+        self._stepped_at = float("-inf")  # it may be paused, and then no step comes before the weights are read back
         try:
             self.carry_out(task, self._open, forward=isinstance(self._switching, Commit))
         except BaseException as error:  # noqa: BLE001  an error here would end the engine
@@ -264,9 +266,8 @@ class SwitchRank(ABC):
 
         The exchange stays on the engine's stream, and waits for all of the device.
         """
-        takes = isinstance(message, Announce)
         # Whoever else writes weights does so on the default stream, and what it wrote is read now.
-        with self._beside.current(behind=not takes), paced(self._let_a_step_begin) if takes else nullcontext():
+        with self._beside.current(behind=not isinstance(message, Announce)), paced(self._pace):
             yield
 
     def _let_a_step_begin(self) -> None:

@@ -13,30 +13,52 @@ from contextvars import ContextVar
 
 import torch
 
-_between: ContextVar[Callable[[], None] | None] = ContextVar("_between", default=None)
+_pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
+
+
+class Pace:
+    """So many tiles between two steps, however many launches they come in."""
+
+    def __init__(self, steps_begun: Callable[[], int], let_a_step_begin: Callable[[], None]) -> None:
+        """Takes the number of steps that the engine has begun, and a wait until it begins the next one."""
+        self._steps_begun = steps_begun
+        self._let_a_step_begin = let_a_step_begin
+        self._step, self._used = -1, 0
+
+    def slices(self, count: int, size: int) -> Iterator[slice]:
+        """As the function below; ``size`` tiles come after the beginning of a step."""
+        first = 0
+        while first < count:
+            if self._used >= size and self._steps_begun() == self._step:
+                torch.cuda.current_stream().synchronize()
+                self._let_a_step_begin()
+                self._used = 0
+            step = self._steps_begun()
+            if step != self._step:
+                self._step, self._used = step, 0
+            last = min(count, first + size - self._used)
+            yield slice(first, last)
+            self._used += last - first
+            first = last
 
 
 @contextmanager
-def paced(between: Callable[[], None]) -> Generator[None]:
-    """Makes this thread's launches come in slices; ``between`` is called when one is over and another follows."""
-    token = _between.set(between)
+def paced(pace: Pace) -> Generator[None]:
+    """Makes this thread's launches come in slices, with waits of ``pace`` between them."""
+    token = _pace.set(pace)
     try:
         yield
     finally:
-        _between.reset(token)
+        _pace.reset(token)
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Divides ``count`` tiles into slices of ``size`` at most; all at once where nothing is paced.
+    """Divides ``count`` tiles into slices, of ``size`` at most between two steps; all at once where nothing is paced.
 
-    Between two slices it waits for the current stream of the current device.
+    Before it lets a step begin, it waits for the current stream of the current device.
     """
-    between = _between.get()
-    if between is None:
+    pace = _pace.get()
+    if pace is None:
         yield slice(0, count)
-        return
-    for first in range(0, count, size):
-        if first:
-            torch.cuda.current_stream().synchronize()
-            between()
-        yield slice(first, min(first + size, count))
+    else:
+        yield from pace.slices(count, size)

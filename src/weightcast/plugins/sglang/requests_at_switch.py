@@ -90,7 +90,7 @@ class RequestsAtSwitch:
     @property
     def running(self) -> bool:
         """True if requests are being answered; on any thread."""
-        return bool(self._scheduler.running_batch.reqs)
+        return bool(self._scheduler.running_batch.reqs) and not self._scheduler._engine_paused
 
     def name(self, request: Any) -> None:
         """Keeps a new request from the prefix cache of other weights: SGLang shares prefixes within one extra key."""
