@@ -216,6 +216,125 @@ def gaps(requests: Sequence[Request], begin: float, end: float) -> dict[str, Any
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of time as the clients saw it.
+
+    Attributes:
+        begin: When it began, and ``end``: when it ended.
+        longest_s: Longest time between two messages of one request that touches it.
+        joined: Requests that got their first token in it: their prompts were read in a step that others waited for.
+    """
+
+    begin: float
+    end: float
+    longest_s: float
+    joined: int
+
+
+def compare(
+    requests: Sequence[Request],
+    updates: Sequence[tuple[float, float]],
+    during: tuple[float, float],
+    *,
+    allowed_s: float,
+    busy: Sequence[tuple[float, float]] = (),
+    settle_s: float = 0.2,
+) -> dict[str, Any]:
+    """Compares what clients saw in each update with windows of the same length in the same run without an update.
+
+    A longer gap than ``allowed_s`` beyond a step is an update's own only if no window without an update has one that is
+    as long.  Windows in which new requests joined are compared with such windows, and others with others.
+
+    Args:
+        requests: All of them.
+        updates: Beginning and end of each update.
+        during: Beginning and end of the time in which all streams ran.
+        allowed_s: Longest time that an update may add to a step.
+        busy: Other work on the engine's device or in the engine, such as a step of training or ``connect``.
+        settle_s: Time after an update that counts as no window without one.
+
+    Returns:
+        Seconds: ``step_s``, ``limit_s`` (a step and ``allowed_s``); for the windows of the updates and for as many
+        without one (``beside``), evenly chosen, and for ``all_beside``: ``median_s``, ``max_s``, each ``longest_s`` and
+        what ``joined``.  ``ours`` has the numbers of the updates, from 0, that made a gap beyond the limit.
+
+    Raises:
+        ValueError: No window without an update is left.
+    """
+    longest = max(end - begin for begin, end in updates)
+    step_s = _step_s(requests, *during)
+    # A message comes a step after the moment that delayed it.
+    seen = _windows(requests, [(begin, end + step_s) for begin, end in updates])
+    taken = [(begin, end + settle_s) for begin, end in (*updates, *busy)]
+    found = _windows(requests, _between(during, taken, longest + step_s))
+    if not found:
+        raise ValueError("there is no window without an update to compare with")
+    limit_s = step_s + allowed_s
+    ours = [
+        number
+        for number, window in enumerate(seen)
+        if window.longest_s > limit_s
+        and window.longest_s > max((o.longest_s for o in found if bool(o.joined) == bool(window.joined)), default=0.0)
+    ]
+    count = min(len(seen), len(found))
+    evenly = [found[(2 * number + 1) * len(found) // (2 * count)] for number in range(count)]
+    return {
+        "step_s": round(step_s, 5),
+        "limit_s": round(limit_s, 5),
+        "updates": _row(seen),
+        "beside": _row(evenly),
+        "all_beside": _row(found),
+        "ours": ours,
+    }
+
+
+def _row(windows: Sequence[Window]) -> dict[str, Any]:
+    gaps_ = [window.longest_s for window in windows]
+    return {
+        "count": len(windows),
+        "median_s": round(statistics.median(gaps_), 4) if gaps_ else None,
+        "max_s": round(max(gaps_), 4) if gaps_ else None,
+        "longest_s": [round(gap, 4) for gap in gaps_],
+        "joined": [window.joined for window in windows],
+    }
+
+
+def _step_s(requests: Sequence[Request], begin: float, end: float) -> float:
+    """Median over the requests of the mean time between two messages."""
+    runs = [[at for at in request.times if begin <= at <= end] for request in requests]
+    means = [(run[-1] - run[0]) / (len(run) - 1) for run in runs if len(run) >= _STEADY]
+    return statistics.median(means) if means else 0.0
+
+
+def _between(
+    during: tuple[float, float], busy: Sequence[tuple[float, float]], length: float
+) -> list[tuple[float, float]]:
+    """Stretches of one length, one after the other, outside of the busy times."""
+    found: list[tuple[float, float]] = []
+    at, last = during
+    for begin, end in (*sorted(busy), (last, last)):
+        while at + length <= min(begin, last):
+            found.append((at, at + length))
+            at += length
+        at = max(at, end)
+    return found
+
+
+def _windows(requests: Sequence[Request], spans: Sequence[tuple[float, float]]) -> list[Window]:
+    between = [pair for request in requests for pair in pairwise(request.times)]
+    firsts = [request.times[0] for request in requests if request.times]
+    return [
+        Window(
+            begin,
+            end,
+            max((later - earlier for earlier, later in between if later >= begin and earlier <= end), default=0.0),
+            sum(begin <= first <= end for first in firsts),
+        )
+        for begin, end in spans
+    ]
+
+
 def main() -> int:
     """Runs the streams."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -7,13 +7,14 @@
 
 SITE is a folder that holds SGLang; PYTHON belongs to an environment with SGLang on a CPU.
 
-For each model, with random weights of the real shapes, this process is the trainer.  Two servers start side by side:
-one with ``SGLANG_PLUGINS=weightcast``, one as it ships.  The weights are others before each push.  Measured are updates
-of an idle server by ``ipc`` and by ``direct`` (which keeps the trainer's weights mapped), updates under ``--streams``
-streams in each pause mode by ``ipc`` and in the first one by ``direct``, with what the clients saw, and on the server
-as it ships our own adapter and SGLang's own sender (``sglang_sender``).  After each push the greedy tokens must be
-others than before, must be those of the same server once more after ``/flush_cache``, and must be near the best ones of
-transformers' forward pass over the trainer's weights, far nearer than the tokens from before.
+For each model, with random weights of the real shapes, this process is the trainer. Two servers start side by side: one
+with ``SGLANG_PLUGINS=weightcast``, one as it ships. The weights are others before each push. Measured are updates of an
+idle server by ``ipc`` and by ``direct`` (which keeps the trainer's weights mapped), updates under ``--streams`` streams
+in each pause mode by ``ipc`` and in the first one by ``direct``, with what the clients saw in each update and in
+windows of the same length without one, and on the server as it ships our own adapter and SGLang's own sender
+(``sglang_sender``). After each push the greedy tokens must be others than before, must be those of the same server once
+more after ``/flush_cache``, and must be near the best ones of transformers' forward pass over the trainer's weights,
+far nearer than the tokens from before.
 
 The exit code is 0 only if all of it held.  Whatever was started is ended, at the latest after ``--limit`` seconds, and
 the JSON has what was found until then.
@@ -40,7 +41,7 @@ from typing import Any
 
 import torch
 from benchmarks import sglang_servers
-from benchmarks.engine_streams import gaps, load
+from benchmarks.engine_streams import compare, gaps, load
 from benchmarks.sglang_servers import Late, Server
 
 from weightcast import WeightUpdater
@@ -88,6 +89,7 @@ PROMPTS = [[5 + (7 * place + 13 * number) % 400 for place in range(16 + number)]
 TOKENS = 16
 # For the caches of the streams to be emptied, and their last messages to come.
 SETTLE_S = 1.0
+ALLOWED_S = 0.015  # what an update may add to a step of the clients
 
 
 class Trainer:
@@ -173,10 +175,11 @@ class Case:
             timeout_s=120.0,
             **options,
         ) as updater:
-            connected = time.monotonic() - began
+            connected = time.monotonic()
             for number in range(rounds):
                 if number:
                     time.sleep(rest_s)
+                trains = time.monotonic()
                 self.trainer.step()
                 self._sync()
                 at = time.monotonic()
@@ -195,7 +198,9 @@ class Case:
                         "peak_extra_bytes": [report.peak_extra_bytes, row.peak_extra_bytes],
                         "proof": f"{row.proof}, {row.proven} of {row.proven + row.unproven}",
                         "message": row.message,
-                        "connect_s": round(connected, 3),
+                        "connect_s": round(connected - began, 3),
+                        "connecting": (began, connected),
+                        "training": (trains, at),
                         "span": (at, time.monotonic()),
                         "steps_ms": steps_of(report.timeline),
                     }
@@ -235,11 +240,24 @@ class Case:
         """Pushes while streams run."""
         with load(self.server.url, streams=self.args.streams, tokens=self.args.stream_tokens) as streams:
             streams.wait_steady(120)
+            steady = time.monotonic()
             time.sleep(self.args.usual)
             pushes = self.push(pause, proof="resident", rounds=self.args.loaded_rounds, rest_s=SETTLE_S, **options)
             time.sleep(SETTLE_S)
+            stopped = time.monotonic()
             streams.stop()
         self.found["clients"] = [gaps(streams.requests, at, until + SETTLE_S / 2) for at, until in spans(pushes)]
+        connecting = pushes[0]["connecting"]
+        self.found["windows"] = seen = compare(
+            streams.requests,
+            spans(pushes),
+            (steady, stopped),
+            allowed_s=ALLOWED_S,
+            busy=[connecting, *(push["training"] for push in pushes)],
+        )
+        self.found["longest_gap_while_it_connects_s"] = gaps(streams.requests, *connecting)["longest_s"]
+        # The other modes read the tokens of all requests anew, or end them.
+        self.must(pause != "in_place" or self.args.tiny or not seen["ours"], f"gaps of updates {seen['ours']}: {seen}")
         begin, _ = pushes[0]["span"]
         ended = {how for around in self.found["clients"] for how in around["ended"]}
         self.must(ended <= ({"length", "abort"} if pause == "abort" else {"length"}), f"requests ended: {ended}")
@@ -386,12 +404,13 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
                 if not args.tiny:
                     result["gpu_free_bytes"] = torch.cuda.mem_get_info()[0]
                 if "receiver" in group and "receiver" in servers:
-                    one("receiver, idle", servers["receiver"], "idle", "resident")
-                    for mib in filter(None, args.more_buckets.split(",")):
-                        what = f"receiver, idle, buckets of {mib} MiB"
-                        one(what, servers["receiver"], "idle", "resident", bucket_bytes=int(mib) << 20)
-                    one("receiver, direct, idle", servers["receiver"], "idle", "resident", transport="direct")
-                    one("receiver, idle, without proof", servers["receiver"], "idle", "none", verify="none")
+                    if args.rounds:
+                        one("receiver, idle", servers["receiver"], "idle", "resident")
+                        for mib in filter(None, args.more_buckets.split(",")):
+                            what = f"receiver, idle, buckets of {mib} MiB"
+                            one(what, servers["receiver"], "idle", "resident", bucket_bytes=int(mib) << 20)
+                        one("receiver, direct, idle", servers["receiver"], "idle", "resident", transport="direct")
+                        one("receiver, idle, without proof", servers["receiver"], "idle", "none", verify="none")
                     for mode in filter(None, args.modes.split(",")):
                         one(f"receiver, {mode}, streams", servers["receiver"], "streamed", mode)
                     for mode in args.modes.split(",")[:1]:
@@ -424,7 +443,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--stream-tokens", type=int, default=256)
     parser.add_argument("--usual", type=float, default=2.0, help="seconds of streams before an update")
-    parser.add_argument("--rounds", type=int, default=4, help="pushes of an idle server")
+    parser.add_argument("--rounds", type=int, default=4, help="pushes of an idle server; 0 for streams alone")
     parser.add_argument("--loaded-rounds", type=int, default=3, help="pushes while streams run, in each mode")
     parser.add_argument("--more-buckets", default="512", help="further sizes of buckets for an idle server, in MiB")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, SGLang on this CPU")
