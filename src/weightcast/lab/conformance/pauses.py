@@ -9,6 +9,7 @@ from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.answers import Stream
 from weightcast.lab.conformance.engine import EngineUnderTest, Name
+from weightcast.lab.conformance.failures import keeps_the_old_version
 from weightcast.lab.conformance.result import Failed, NotApplicable, need
 from weightcast.update.updater import WeightUpdater
 
@@ -38,17 +39,29 @@ def pauses_by(mode: PauseMode) -> Callable[[EngineUnderTest], str]:
 
 
 def _update_under_load(engine: EngineUnderTest, name: Name, mode: PauseMode) -> list[Stream]:
-    """Updates the engine while it answers several requests, and returns these when they are over."""
+    """Updates the engine while it answers several requests, and returns these when they are over.
+
+    They begin in the middle of the update and so are there at its switch, or before it if that pauses the engine.
+    """
+    streams: list[Stream] = []
+
+    def begin(done: int, total: int) -> None:
+        if not streams and 2 * done >= total:
+            streams.extend(engine.long_streams())
+            for stream in streams:
+                stream.wait_for(_SEEN)
+
+    staged = keeps_the_old_version(engine)
     with CheckpointExporter(engine.folders[name]) as exporter:
         try:
-            updater = engine.connect(exporter, pause=mode)
+            updater = engine.connect(exporter, pause=mode, progress=begin if staged else None)
         except ConfigError as error:
             raise NotApplicable(f"weightcast refuses this mode for it: {error}") from None
         with updater:
-            streams = engine.long_streams()
-            for stream in streams:
-                stream.wait_for(_SEEN)
+            if not staged:
+                begin(0, 0)
             _update(engine, updater, name)
+    need(streams, "the update was over before a request was sent")
     return [stream.ended() for stream in streams]
 
 
