@@ -22,7 +22,8 @@ from weightcast.update.packs import Packs
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part, RemoteBuffer
-from weightcast.wire.pieces import decode_wanted, encode_wanted, name_of
+from weightcast.wire.pieces import decode_wanted, encode_wanted
+from weightcast.wire.plans import hash_of
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())]
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                     first = -(-layout.size_bytes // 16) * 16
                     packs.pack(Bucket(layout, slot), plan, slot[first : first + plan.packed_bytes])
                     places = tuple(
-                        Pack(wanted=name_of(kind), first_byte=first + start)
+                        Pack(wanted=hash_of(kind), first_byte=first + start)
                         for kind, start in zip(kinds, plan.starts, strict=True)
                     )
                     told = msgspec.json.encode(
@@ -90,7 +91,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                     plan = loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in buffers), read=True)
                     before = len(counts)
                     received = source.read(
-                        layout, buffers, plan, wanted=name_of(own), timeout_s=LONG_S, interrupted=lambda: False
+                        layout, buffers, plan, wanted=hash_of(own), timeout_s=LONG_S, interrupted=lambda: False
                     )
                     if own in kinds:  # runs are short here, so all of them are in one pack
                         assert len(counts) - before <= len(buffers)

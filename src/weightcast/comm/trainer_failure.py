@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import NoReturn
@@ -69,15 +69,11 @@ class FailureNotes:
         asking.join(patience_s + _LAST_WORD_S)
         return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={}, store_lost=True)
 
-    def _leave_note(self, *, blames: Iterable[int], reason: str) -> None:
-        """Leaves this rank's note; only its first one counts."""
-        if not self._store.check([f"gave-up/{self._rank}"]):
-            note = _Note(blames=tuple(sorted(blames)), reason=reason)
-            self._store.set(f"gave-up/{self._rank}", msgspec.json.encode(note).decode())
-
     def _follow(self, suspects: Sequence[int], reason: str, patience_s: float, found: list[Verdict]) -> None:
         try:
-            self._leave_note(blames=suspects, reason=reason)
+            if not self._store.check([f"gave-up/{self._rank}"]):  # only its first note counts
+                note = _Note(blames=tuple(sorted(suspects)), reason=reason)
+                self._store.set(f"gave-up/{self._rank}", msgspec.json.encode(note).decode())
             seen = {self._rank}
             silent = set(suspects)
             quit: dict[int, str] = {}

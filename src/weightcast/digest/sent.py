@@ -18,7 +18,7 @@ import torch
 
 from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, piece_of, sums_of_slots
 from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest, partial_sums, sha256_digest
-from weightcast.digest.source_sums import Folded, Mismatch, merged
+from weightcast.digest.source_sums import Folded, Mismatch
 from weightcast.errors import TrainerMismatch, some
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.bucket import Bucket
@@ -175,7 +175,8 @@ class SentDigests:
         ``sources`` are the trainer ranks' own sums of each bucket, in order; empty if no rank has taken any.
         ``buckets`` are those of each bucket's slots that other ranks took of their own buckets, by rank.
         """
-        wrong = merged(found for folded in sources for found in folded.mismatches)
+        # Another part of a tensor may say the same of it.
+        wrong = list(dict.fromkeys(found for folded in sources for found in folded.mismatches))
         if wrong:
             raise _replicas_differ(wrong)
         taken = [sums for _, sums in self._sums if sums is not None]

@@ -9,7 +9,7 @@ This module knows ranks, slots and numbers.  Exporters know how each tensor is s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -163,11 +163,6 @@ class Ledger:
             if group in mine:
                 by_value.setdefault(int(answer[mine.index(group)]), []).append(rank)
         return Mismatch(self._names[group], tuple(tuple(ranks) for ranks in by_value.values()))
-
-
-def merged(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
-    """The mismatches without those that say the same of another part of the same tensor."""
-    return list(dict.fromkeys(mismatches))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -28,7 +28,8 @@ from weightcast.wire.bucket_sources import (
     Source,
 )
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.pieces import Wanted, encode_wanted, name_of
+from weightcast.wire.pieces import Wanted, encode_wanted
+from weightcast.wire.plans import hash_of
 
 _PASSING_ROOMS = 2
 _PASS_S = 1.0  # after an update, for what is still being passed on; then its group ends
@@ -186,7 +187,7 @@ class Shares:
         """Name of the boxes that this rank wants."""
         wanted = self.loader.scattered.wanted
         if self._named is None or self._named[0] is not wanted:
-            self._named = wanted, name_of(encode_wanted(wanted))
+            self._named = wanted, hash_of(encode_wanted(wanted))
         return self._named[1]
 
     def _room(self, size_bytes: int, *, passed_on: bool, timeout_s: float) -> _Room:

@@ -164,16 +164,14 @@ def arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool = False) -> boo
     digest, or by name where Close asked for that.
     """
     if kept_only and not ack.received:
-        return (
-            ack.received_all == sent.digest_received(link.info.specs)
-            and not ack.mismatched
-            and ack.received_ranks == link.info.tp_size
-        )
-    if kept_only:
+        same = ack.received_all == sent.digest_received(link.info.specs)
+    elif kept_only:
         kept = {spec.name for spec in link.info.specs}
-        wrong = unequal({name: digest for name, digest in sent.received.items() if name in kept}, ack.received)
-        return not wrong and not ack.mismatched and ack.received_ranks == link.info.tp_size
-    same = ack.received_all == sent.of_all if ack.received_all else not unequal(sent.received, ack.received)
+        same = not unequal({name: digest for name, digest in sent.received.items() if name in kept}, ack.received)
+    elif ack.received_all:
+        same = ack.received_all == sent.of_all
+    else:
+        same = not unequal(sent.received, ack.received)
     return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
 
 

@@ -38,7 +38,8 @@ from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted, name_of
+from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
+from weightcast.wire.plans import hash_of
 
 log = logging.getLogger("weightcast.update.bucket_stream")
 
@@ -291,7 +292,7 @@ class BucketStream:
         ``boxes`` has one ``encode_wanted`` for each kind of engine rank.
         """
         self._boxes = tuple(boxes)
-        self._names = tuple(map(name_of, boxes))
+        self._names = tuple(map(hash_of, boxes))
         self._packs = Packs([decode_wanted(one) for one in boxes], read=True)
         self._free_slots()  # other packs may need larger buffers
 

@@ -12,17 +12,27 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import torch
+
+from weightcast.adapters.registry import adapter_for
+from weightcast.comm.http import Client
+from weightcast.comm.ipc import device_of, host_id
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.update_group import UpdateGroup, local_address_towards
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetRejected, TargetUnreachable, WeightcastError
+from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
+from weightcast.protocols import Delivery
 from weightcast.report import count_of, format_bytes, one_line
 from weightcast.runtime.free_memory import free_host_bytes
-
-if TYPE_CHECKING:
-    from weightcast.comm.http import Client
-    from weightcast.protocols import Delivery
-    from weightcast.wire.engine_info import EngineInfo
+from weightcast.transports.registry import TRANSPORTS
+from weightcast.update.recognise import recognise
+from weightcast.wire.codec import encode
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.layout import total_bytes
+from weightcast.wire.messages import Join, Leave
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -54,8 +64,6 @@ def examine(target: Target, *, bucket_bytes: int | None, host: str | None, timeo
     ``host`` is an address of this machine that engines can reach; None takes it from the routing table.
     ``timeout_s`` limits each single wait.
     """
-    from weightcast.comm.http import Client
-
     client = Client(target, timeout_s=timeout_s)
     try:
         answered, info = _ask(client)
@@ -79,8 +87,6 @@ def examine(target: Target, *, bucket_bytes: int | None, host: str | None, timeo
 
 
 def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
-    from weightcast.update.recognise import recognise
-
     reached = _ok("reachable", f"{client.target.url} answers")
     try:
         info = recognise(client)
@@ -110,8 +116,6 @@ def _has_receiver(info: EngineInfo) -> bool:
 
 def _transports_by(delivery: Delivery, info: EngineInfo) -> list[str]:
     """Names of the engine's transports that deliver the weights in this way."""
-    from weightcast.transports.registry import TRANSPORTS
-
     return [spec.name for spec in TRANSPORTS if spec.delivery == delivery and spec.name in info.transports]
 
 
@@ -127,12 +131,8 @@ def _check_stock(info: EngineInfo) -> Iterator[Check]:
     by_memory = _transports_by("memory", info)
     if by_memory and "cuda" in info.devices:
         via = by_memory[0]
-        yield Check(
-            name=via,
-            level="ok",
-            text=f"the engine does not report its GPUs: ask for {via} with --via {via}, from trainer ranks on the same "
-            "GPUs",
-        )
+        how = f"ask for {via} with --via {via}, from trainer ranks on the same GPUs"
+        yield _ok(via, f"the engine does not report its GPUs: {how}")
     elif set(info.devices) != {"cpu"}:
         yield _ok("gpus", "its ranks are on " + ", ".join(info.devices))
 
@@ -187,8 +187,6 @@ def hazards(info: EngineInfo) -> Iterator[Check]:
 
 def _sharing(info: EngineInfo) -> Iterator[Check]:
     """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
-    from weightcast.comm.ipc import device_of, host_id
-
     yield _ok(
         "seen from",
         f"{socket.gethostname()}, process {os.getpid()}: what follows about hosts, memory and addresses holds for "
@@ -250,10 +248,6 @@ def _staging(info: EngineInfo) -> Check:
 
 def _memory(info: EngineInfo, bucket_bytes: int | None) -> Check:
     """Checks that the tensors fit into buckets, and the buckets into this machine's memory; the estimate is plan's."""
-    from weightcast.adapters.registry import adapter_for
-    from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
-    from weightcast.wire.layout import total_bytes
-
     model = f"{count_of(len(info.specs), 'tensor')}, {format_bytes(total_bytes(info.specs))}"
     packing = adapter_for(info).packing
     if bucket_bytes is None:
@@ -278,9 +272,6 @@ def _memory(info: EngineInfo, bucket_bytes: int | None) -> Check:
 
 def _maps_on_gpus(info: EngineInfo) -> bool:
     """True if ``connect`` from this host would choose large buckets, which the engine's GPUs map."""
-    from weightcast.comm.ipc import host_id
-    from weightcast.transports.registry import TRANSPORTS
-
     on_gpus = bool(info.devices) and not {"cpu", "cuda"} & set(info.devices)
     taken = any(spec.large_buckets and spec.name in info.transports for spec in TRANSPORTS)
     return on_gpus and taken and _has_receiver(info) and set(info.hosts) == {host_id()}
@@ -288,8 +279,6 @@ def _maps_on_gpus(info: EngineInfo) -> bool:
 
 def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:
     """Checks the address of the rendezvous, and joins a group with an engine on the CPU."""
-    from weightcast.comm.update_group import local_address_towards
-
     try:
         address = host or local_address_towards(client.target.host, 80)
         _listen_on(address)
@@ -327,13 +316,6 @@ def _listen_on(address: str) -> None:
 
 def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -> None:
     """Makes a group of this process and the engine's ranks, and closes it again."""
-    import torch
-
-    from weightcast.comm.rendezvous import Rendezvous
-    from weightcast.comm.update_group import UpdateGroup
-    from weightcast.wire.codec import encode
-    from weightcast.wire.messages import Join, Leave
-
     name, token = f"doctor-{os.getpid()}-{secrets.token_hex(4)}", secrets.token_hex(16)
     store = Rendezvous(host=address, timeout_s=timeout_s)
     world_size = info.tp_size + 1
@@ -380,8 +362,6 @@ def _deliveries(checks: list[Check]) -> dict[Delivery, bool]:
 
 def _transports(checks: list[Check], info: EngineInfo) -> Check:
     """Sums up which transports an update can use."""
-    from weightcast.transports.registry import TRANSPORTS
-
     possible = _deliveries(checks)
     # A transport that leaves shards on their ranks has a line of its own.
     ours = [spec for spec in TRANSPORTS if spec.delivery in possible and not spec.scattered]
@@ -405,8 +385,6 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
 
 def _legs_from_here(info: EngineInfo, *, mapped: bool) -> str:
     """The way from trainer ranks on this host to each rank of an engine; ``mapped`` if ranks here can map memory."""
-    from weightcast.comm.ipc import host_id
-
     near = [rank.rank for rank, host in zip(info.ranks, info.hosts, strict=True) if mapped and host == host_id()]
     far = [rank.rank for rank in info.ranks if rank.rank not in near]
     ways = [f"{', '.join(map(info.named, some))} by {by}" for some, by in ((near, "memory"), (far, "messages")) if some]
@@ -415,8 +393,6 @@ def _legs_from_here(info: EngineInfo, *, mapped: bool) -> str:
 
 def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
-    from weightcast.transports.registry import TRANSPORTS
-
     possible = _deliveries(checks)
     for spec in TRANSPORTS:
         if not spec.primitives or spec.name not in info.transports:
@@ -434,4 +410,4 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
             text = f"{', '.join(way.primitive for way in ways)} can be used; {auto}"
             if any(way.legs for way in ways):
                 text += f"; mixed takes {_legs_from_here(info, mapped=possible['memory'] or info.on_several_hosts)}"
-        yield Check(name=spec.name, level="ok", text=text)
+        yield _ok(spec.name, text)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from weightcast.wire.layout import Packing, TensorSpec
+from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
+from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.adapters.sglang.adapter import SglangAdapter
+from weightcast.adapters.vllm.adapter import VllmAdapter
+from weightcast.exporters.fp8_formats import SCALE_SUFFIXES
+from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
+from weightcast.transports.broadcast import SPEC as BROADCAST
+from weightcast.transports.cells import divide, most_ranks
+from weightcast.wire.layout import Packing, TensorSpec, plan_buckets, total_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +111,6 @@ class Plan:
 
 def packings_of_engines() -> dict[str, Packing]:
     """Returns the packing that each kind of engine can read, from its adapter."""
-    from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
-    from weightcast.adapters.native.adapter import NativeAdapter
-    from weightcast.adapters.sglang.adapter import SglangAdapter
-    from weightcast.adapters.vllm.adapter import VllmAdapter
-
     return {
         "native": NativeAdapter.packing,
         "sglang": SglangAdapter.packing,
@@ -147,11 +148,6 @@ def make_plan(
 
     It raises ConfigError if a tensor, or a row of one that may be cut, is larger than a bucket.
     """
-    from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
-    from weightcast.transports.broadcast import SPEC as BROADCAST
-    from weightcast.transports.cells import divide, most_ranks
-    from weightcast.wire.layout import plan_buckets, total_bytes
-
     default = {
         way: default_bucket_bytes(specs, packing=packing, world_size=trainer_ranks, large=large)
         for way, large in {"ipc": engine == "native", "other": False}.items()
@@ -256,14 +252,10 @@ def _direct(
 
 def _quantised(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """Names of the 8-bit tensors, and of the scales beside them."""
-    from weightcast.exporters.fp8_formats import SCALE_SUFFIXES
-
     return tuple(spec.name for spec in specs if "float8" in spec.dtype or spec.name.endswith(SCALE_SUFFIXES))
 
 
 def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:
-    from weightcast.wire.layout import plan_buckets
-
     needed = max((spec.row_bytes if packing.slices else spec.size_bytes for spec in specs), default=0)
     buckets = 0
     if needed <= bucket_bytes:

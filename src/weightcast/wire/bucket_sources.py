@@ -107,7 +107,7 @@ class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Pack(msgspec.Struct, frozen=True, array_like=True):
     """The place at which a trainer rank has put together short runs for the engine ranks that want the same boxes.
 
-    ``wanted`` is the name of these boxes (``pieces.name_of``).
+    ``wanted`` is the hash of these boxes, as ``encode_wanted`` has them.
     """
 
     wanted: Annotated[str, Meta(max_length=64)]

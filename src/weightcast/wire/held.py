@@ -6,7 +6,6 @@ process once; later answers name it and carry the sums alone, 8 bytes for each p
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, MutableMapping
 from functools import cached_property
 from typing import Annotated
@@ -18,7 +17,7 @@ from msgspec import Meta
 from weightcast.errors import WireError
 from weightcast.wire.box import Box
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, Size, TensorSpec
-from weightcast.wire.plans import PlanHash
+from weightcast.wire.plans import PlanHash, hash_of
 
 _Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
@@ -49,7 +48,7 @@ class HeldTable:
     @cached_property
     def hash(self) -> str:
         """BLAKE2b of ``encoded``, 32 hex characters."""
-        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+        return hash_of(self.encoded)
 
 
 class HeldSums:

@@ -6,7 +6,6 @@ that the engine rank wants.  So a message has no table of contents.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,11 +70,6 @@ _boxes = msgspec.json.Decoder(WantedBoxes)
 def decode_boxes(data: bytes) -> WantedBoxes:
     """Decodes the boxes that an engine's ranks want; raises WireError if the bytes are no such answer."""
     return decoded(_boxes.decode, data, "the boxes that an engine wants")
-
-
-def name_of(wanted: bytes) -> str:
-    """Hash of ``encode_wanted``, by which both ends name it."""
-    return hashlib.blake2b(wanted, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
