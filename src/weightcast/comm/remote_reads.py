@@ -70,7 +70,7 @@ class RemoteReader:
     def read(
         self, pulls: Sequence[Pull], size_bytes: int, *, what: str, timeout_s: float, interrupted: Callable[[], bool]
     ) -> torch.Tensor:
-        """Reads ``size_bytes`` bytes, gaps included; returns them as flat uint8 on the device, valid until the next read.
+        """Reads ``size_bytes``, gaps included; returns them as flat uint8 on the device, valid until the next read.
 
         On a GPU it first waits for the current stream, which may still use what was read before.
 

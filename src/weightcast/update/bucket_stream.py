@@ -182,7 +182,7 @@ class BucketStream:
         return self._plan_of(self._lend())
 
     def share_ahead(self) -> list[list[Shared]]:
-        """What engines will get of each bucket from each trainer rank, in order of rank, on the head.  Collective.
+        """The shared memory of each bucket from each trainer rank, in order of rank, on the head.  Collective.
 
         These are the parts, and the handles to memory that stays where it is from now on: this allocates buffers.
         Empty if neither is known before an update.
