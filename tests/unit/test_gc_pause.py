@@ -11,6 +11,7 @@ from threading import Barrier
 import pytest
 
 from tests.clock import PATIENCE_S
+from weightcast.runtime import gc_pause
 from weightcast.runtime.gc_pause import gc_paused, spare_what_lives
 
 
@@ -21,13 +22,14 @@ def on() -> Iterator[None]:
     gc.enable()
 
 
-def test_no_collection_starts_inside() -> None:
+def test_no_collection_starts_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
     def watch(phase: str, info: dict[str, int]) -> None:
         started.append(phase)
 
     gc.unfreeze()  # pytest's own objects are exempt in these tests
+    monkeypatch.setattr(gc_pause, "_exempts", False)
     gc.callbacks.append(watch)
     try:
         with gc_paused():
@@ -62,6 +64,16 @@ def test_garbage_made_inside_is_freed_and_what_is_exempt_stays_exempt() -> None:
         assert not any(known is stays for known in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_exempt_objects_are_counted_once_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(gc_pause, "_exempts", False)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: asked.append(1) or 200_000)
+    for _ in range(3):
+        with gc_paused():
+            pass
+    assert len(asked) == 1
 
 
 def test_an_error_puts_it_back() -> None:

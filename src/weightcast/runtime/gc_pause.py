@@ -15,6 +15,7 @@ from contextlib import contextmanager
 _lock = threading.Lock()
 _inside = 0
 _was_on = False
+_exempts = False  # True once objects were exempt from collection: Python counts them one by one, each time it is asked
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def gc_paused() -> Generator[None]:
     that walks all of it, tenths of a second for the plans of a large model.  A collector that was off stays off, and
     ``gc.collect()`` works as always.
     """
-    global _inside, _was_on
+    global _inside, _was_on, _exempts
     with _lock:
         if _inside == 0:
             _was_on = gc.isenabled()
@@ -37,7 +38,8 @@ def gc_paused() -> Generator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0 and _was_on:
-                if not gc.get_freeze_count():  # what others have exempted stays exempt
+                _exempts = _exempts or gc.get_freeze_count() > 0
+                if not _exempts:  # what others have exempted stays exempt
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
@@ -49,5 +51,7 @@ def spare_what_lives() -> None:
     A framework's hundreds of thousands of objects live as long as the process.  Walking them takes tenths of a second,
     and a request or an update has to wait for that.
     """
+    global _exempts
     gc.collect()  # garbage that is frozen would stay for ever
     gc.freeze()
+    _exempts = True
