@@ -33,7 +33,7 @@ from tests.unit.test_watch_metrics import series
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.plugins.sglang.other_updates import ROUTES
+from weightcast.plugins.sglang.endpoints import ROUTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -59,7 +59,7 @@ from tests.vllm_held import digest, held
 from weightcast.comm.ports import quiet_port
 from weightcast.digest.copies import bits
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
+from weightcast.plugins.vllm.loaded_models import CheckpointSpecs
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.receiver.loader import Loader
 

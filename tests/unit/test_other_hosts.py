@@ -15,10 +15,8 @@ from tests.unit.echo import Echo
 from weightcast.comm.authenticated import AuthenticatedConnection, Secret, dial
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
 from weightcast.plugins import other_hosts
-from weightcast.plugins.engine_secret import engine_secret
-from weightcast.plugins.other_hosts import Elsewhere, Invitation, reach
-from weightcast.plugins.rank_sockets import Hello, notes_of
-from weightcast.plugins.switch_executor import READY
+from weightcast.plugins.other_hosts import Elsewhere, Invitation, engine_secret, reach
+from weightcast.plugins.rank_sockets import READY, Hello, notes_of
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.receiver.rank_connections import serve_messages
 from weightcast.wire.answers import RankAck

@@ -15,8 +15,8 @@ from torch import nn
 from weightcast.errors import ConfigError
 from weightcast.plugins.lmdeploy import hook_points
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
+from weightcast.plugins.lmdeploy.hook_points import check_settings, mp_executor
 from weightcast.plugins.lmdeploy.rank import fixed_scales
-from weightcast.plugins.lmdeploy.settings import check_settings, mp_executor
 
 
 def config(**changes: Any) -> Any:

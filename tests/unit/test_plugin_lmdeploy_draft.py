@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.plugins.lmdeploy.draft_model import DraftModel
+from weightcast.plugins.lmdeploy.rank import DraftModel
 from weightcast.receiver.loader import Loader
 from weightcast.wire.layout import TensorSpec
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 
 from tests.unit.sleep_session import Session
 from weightcast.errors import ConfigError
-from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
+from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls
 from weightcast.plugins.lmdeploy.folder import note_written
-from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
+from weightcast.plugins.lmdeploy.own_routes import admit_own_updates
 
 
 class Bucket(BaseModel):

@@ -21,11 +21,9 @@ from tests.clock import PATIENCE_S
 from tests.harness import wait_for
 from tests.unit.sleep_session import Session
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
-from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
-from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
+from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
-from weightcast.plugins.lmdeploy.sleep import guard_sleep
+from weightcast.plugins.lmdeploy.own_routes import guard_sleep
 from weightcast.receiver.lost_ranks import FarRanks
 
 

@@ -21,11 +21,10 @@ from tests.torn import OUT_OF_MEMORY, FailingCopy
 from tests.unit.models import FusedModel, ScalingModel, weights_of
 from tests.unit.sessions import Sender
 from weightcast.errors import ConfigError
-from weightcast.plugins.rank_sockets import tables_of
+from weightcast.plugins.rank_sockets import SwitchExecutor, tables_of
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.rank import SglangRank
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
-from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.answers import Ack, RankAck
@@ -370,7 +369,7 @@ class IdleRank:
     """The first rank, its scheduler with a real socket, and a thread that is in one pass of its loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("weightcast.plugins.sglang.boundary._REST_S", PATIENCE_S)
+        monkeypatch.setattr("weightcast.plugins.sglang.requests_at_switch._REST_S", PATIENCE_S)
         self.rank, self.scheduler = SglangRank(runner(0, 1)), Scheduler()
         self._context = zmq.Context()
         requests, self.client = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)

@@ -12,7 +12,7 @@ from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.plugins.drafts import apart
-from weightcast.plugins.sglang.draft_model import DraftModel
+from weightcast.plugins.sglang.rank import DraftModel
 from weightcast.receiver.loader import Loader
 from weightcast.wire.layout import TensorSpec
 

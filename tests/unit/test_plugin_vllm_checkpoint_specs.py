@@ -30,7 +30,7 @@ def specs_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     loader = SimpleNamespace(get_all_weights=lambda config, model: ((name, torch.ones(2)) for name in NAMES))
     monkeypatch.setattr(sys.modules[names[-1]], "get_model_loader", lambda config: loader, raising=False)
-    ours = "weightcast.plugins.vllm.checkpoint_specs"
+    ours = "weightcast.plugins.vllm.loaded_models"
     monkeypatch.delitem(sys.modules, ours, raising=False)
     module = importlib.import_module(ours)
     monkeypatch.delitem(sys.modules, ours)

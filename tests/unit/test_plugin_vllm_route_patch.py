@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightcast.plugins.vllm import route_patch
+from weightcast.plugins.vllm import add_routes
 
 
 class Routes:
@@ -48,8 +48,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_routes_come_after_the_servers_own_and_once(server: ModuleType) -> None:
     routes = Routes()
-    route_patch.add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
-    route_patch.add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
+    add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
+    add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
     app = server.build_app("args", "tasks")
     assert routes.calls == [("attach", app)]
     asyncio.run(server.init_app_state("client", app.state, "args", "tasks"))
@@ -60,7 +60,7 @@ def test_routes_come_after_the_servers_own_and_once(server: ModuleType) -> None:
 def test_without_the_opt_in_nothing_is_touched(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     before = server.build_app
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    route_patch.add_routes(Routes)  # type: ignore[arg-type]
+    add_routes(Routes)  # type: ignore[arg-type]
     monkeypatch.delenv("VLLM_PLUGINS")
-    route_patch.add_routes(Routes)  # type: ignore[arg-type]
+    add_routes(Routes)  # type: ignore[arg-type]
     assert server.build_app is before

@@ -20,8 +20,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import Invitation
-from weightcast.plugins.rank_sockets import Hello, committed_after, socket_path, switches_weights
-from weightcast.plugins.switch_executor import READY
+from weightcast.plugins.rank_sockets import READY, Hello, committed_after, socket_path, switches_weights
 from weightcast.plugins.vllm.core_switch import ASK, SWITCH_BETWEEN
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.vllm.settings import settings_of
+from weightcast.plugins.vllm.rank_protocol import settings_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.vllm.staging_budget import Budget
+from weightcast.plugins.vllm.start_up import Budget
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 
 GIB = 1 << 30

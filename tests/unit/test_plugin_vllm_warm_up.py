@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engines.environment import engine_python
-from weightcast.plugins.vllm.warm_up import batch_sizes, warm_up
+from weightcast.plugins.vllm.start_up import batch_sizes, warm_up
 
 LARGEST = 16384
 EXPERTS_OF_A_TOKEN = (1, 2, 6, 8)

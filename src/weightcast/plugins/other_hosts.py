@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -14,13 +15,16 @@ import msgspec
 from weightcast.comm.authenticated import AuthenticatedConnection, Gate, NotAuthenticated, Secret, dial
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
-from weightcast.plugins.engine_secret import SET_A_SECRET
 from weightcast.runtime.deadline import Deadline
 
 log = logging.getLogger("weightcast.plugins")
 
 _PROOF_S = 10.0
 _DIAL_S = 20.0  # shorter than the API server's wait for its ranks to come
+SET_A_SECRET = (
+    "set WEIGHTCAST_ENGINE_SECRET to the same random value on every host of this engine, or name a file that has it: "
+    '--additional-config \'{"weightcast": {"secret_file": "PATH"}}\'; make one with: openssl rand -hex 32'
+)
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,3 +153,19 @@ def reach(invitation: Invitation, rank: int, secret: Secret | None) -> Authentic
             ranks=[rank],
             hint="open TCP between the hosts of this engine; VLLM_HOST_IP or --master-addr names the address",
         ) from error
+
+
+def engine_secret(secret_file: str = "") -> Secret | None:
+    """Reads the secret: from the file if there is one, otherwise from ``WEIGHTCAST_ENGINE_SECRET``; None without both.
+
+    Raises:
+        ConfigError: The file cannot be read, or the secret is too short.
+    """
+    if secret_file:
+        try:
+            value = Path(secret_file).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read secret_file: {error}", hint=SET_A_SECRET) from error
+        return Secret(value, origin=secret_file)
+    value = os.environ.get("WEIGHTCAST_ENGINE_SECRET", "").strip().encode()
+    return Secret(value, origin="WEIGHTCAST_ENGINE_SECRET") if value else None

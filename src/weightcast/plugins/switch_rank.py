@@ -23,6 +23,10 @@ import torch
 
 from weightcast.errors import DeadlineExceeded, Refused
 from weightcast.plugins.rank_sockets import (
+    CANCEL,
+    GO,
+    NOTHING,
+    READY,
     Hello,
     committed_after,
     hello_of,
@@ -30,7 +34,6 @@ from weightcast.plugins.rank_sockets import (
     socket_path,
     switches_weights,
 )
-from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
 from weightcast.runtime.pace import Pace, paced

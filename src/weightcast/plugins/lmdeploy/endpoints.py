@@ -11,19 +11,14 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
+from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.drafts import draft_setting, keeps_draft
-from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
-from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
-from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
+from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words
-from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, mp_executor
 from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
-from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
-from weightcast.plugins.lmdeploy.settings import mp_executor
-from weightcast.plugins.lmdeploy.sleep import guard_sleep
+from weightcast.plugins.lmdeploy.own_routes import admit_own_updates, guard_sleep
 from weightcast.plugins.rank_sockets import engine_facts
-from weightcast.plugins.server_events import server_events
-from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 

@@ -1,21 +1,29 @@
-"""The receiver's engine hooks in LMDeploy's API server.
+"""The receiver's engine hooks and executor in LMDeploy's API server, and their calls of the engine process.
 
 The engine process holds requests back (``requests_at_switch``).  The pause modes ``in_place`` and ``retract`` are part
-of the switch itself (``executor``).
+of the switch itself: all ranks agree, the engine comes to rest if it must, and the mark is sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from weightcast.config import PauseMode
-from weightcast.errors import Refused, WeightcastError
-from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused, WeightcastError
+from weightcast.plugins.lmdeploy.folder import failure_words
+from weightcast.plugins.rank_sockets import SwitchExecutor
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 _SHORT_S = 30.0
+_GRACE_S = 10.0  # the engine process keeps its own deadlines
+_MARK_S = 60.0
 
 
 class LmdeployHooks:
@@ -101,3 +109,120 @@ class LmdeployHooks:
 
     def set_version(self, version: int) -> None:
         """Does nothing: LMDeploy reports no version of its weights."""
+
+
+class EngineCalls:
+    """Our methods in the engine process, as threads of the API server call them over LMDeploy's own connection."""
+
+    def __init__(self, engine: Any) -> None:
+        """Makes the caller.
+
+        Args:
+            engine: LMDeploy's ``ZMQMPEngine``.
+        """
+        self._engine = engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def set_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Notes the server's event loop, which exists once the server runs."""
+        self._loop = loop
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> None:
+        """Calls a method that returns why it failed, or nothing.
+
+        Args:
+            method: Name of the method, one of ``engine_process.METHODS``.
+            arguments: Its arguments.
+            timeout_s: Deadline of the method, in seconds.
+
+        Raises:
+            Refused: The engine process could not do it; nothing changed.
+            DeadlineExceeded: It did not answer.
+            EngineFailure: It is gone.
+        """
+        words = self.result(self._engine._collective_rpc_async(method, *arguments), timeout_s)
+        if words:
+            raise Refused(f"LMDeploy: {words}")
+
+    def result(self, work: Any, timeout_s: float) -> Any:
+        """Runs a coroutine on the server's event loop.
+
+        Args:
+            work: The coroutine.
+            timeout_s: Deadline, in seconds.
+
+        Raises:
+            DeadlineExceeded: It did not end.
+            EngineFailure: It failed, in LMDeploy's words.
+        """
+        if self._loop is None:
+            work.close()
+            raise EngineFailure("LMDeploy's server does not run yet")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s + _GRACE_S)
+        except FutureTimeout as error:
+            future.cancel()
+            raise DeadlineExceeded(who="LMDeploy", waiting_for="its engine process", timeout_s=timeout_s) from error
+        except CancelledError as error:
+            raise EngineFailure("LMDeploy's server is stopping") from error
+        except Exception as error:  # LMDeploy's errors have no common class
+            raise EngineFailure(f"LMDeploy: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+
+
+class LmdeployExecutor(SwitchExecutor):
+    """Sends messages to all ranks, and the mark through LMDeploy's engine process."""
+
+    def __init__(self, world_size: int, folder: str, calls: EngineCalls, *, prefix_caching: bool = False) -> None:
+        """Connects to every rank.
+
+        Args:
+            world_size: Number of ranks.
+            folder: Folder of their sockets.
+            calls: Reaches the engine process.
+            prefix_caching: True if LMDeploy keeps prefixes for other requests (``--enable-prefix-caching``).
+
+        Raises:
+            EngineFailure: A rank does not listen, for example because it is on another host.
+        """
+        self._calls = calls
+        self._folder = folder
+        self._prefix_caching = prefix_caching
+        self._mode = "in_place"
+        super().__init__(world_size, folder)
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """Implements ``Executor.apply``."""
+        if isinstance(message, Open):
+            if message.pause == "in_place" and self._prefix_caching:
+                words = "requests that go on with pause in_place would leave prefixes of the old weights to others"
+                why = f"{words} (use pause retract, or start LMDeploy without --enable-prefix-caching)"
+                return [RankAck(rank=rank, ok=False, refused=True, error=why) for rank in range(self.tp_size)]
+            self._mode = message.pause
+        return super().apply(message, timeout_s=timeout_s)
+
+    def why_not_now(self, timeout_s: float) -> str:
+        """Implements ``SwitchExecutor.why_not_now``: brings the engine to rest for ``retract``."""
+        if self._mode != "retract":
+            return ""
+        try:
+            self._calls.call("weightcast_retract", timeout_s, timeout_s=timeout_s)
+        except WeightcastError as error:
+            return str(error)
+        return ""
+
+    def _lost(self, rank: int, what: str) -> EngineFailure:
+        """Names the rank that the others ended because of, if the engine process has told which one that is."""
+        words = failure_words(self._folder)
+        return self._break(f"{words}, during {what}", [rank]) if words else super()._lost(rank, what)
+
+    def engine_lost(self, words: str) -> EngineFailure:
+        """Fails all later messages, since the engine process is gone."""
+        return self._break(words, list(range(self.tp_size)))
+
+    def after_decision(self) -> None:
+        """Implements ``SwitchExecutor.after_decision``."""
+        try:
+            self._calls.call("weightcast_mark", timeout_s=_MARK_S)
+        except WeightcastError as error:
+            log.error("the mark was not sent, and the ranks will give up: %s", error)

@@ -1,4 +1,4 @@
-"""Our receiver in a worker of LMDeploy, beside the model.
+"""Our receiver in a worker of LMDeploy, beside the model, and the draft model as a part of what an update writes.
 
 ``install`` is called by the module map (``folder``) just before LMDeploy builds the model.  The exchange of weights
 runs where the mark comes in the worker's queue of forwards, on the worker's thread and stream.
@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.drafts import Weights, apart
-from weightcast.plugins.lmdeploy.draft_model import DraftModel
+from weightcast.plugins.drafts import Draft, Weights, apart
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
 from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, LMDEPLOY, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
@@ -36,6 +35,7 @@ log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 # A worker has one model that is updated.
 _rank: LmdeployRank | None = None
+_MADE_OF_TABLE = "draft_id_to_target_id"
 
 
 class LmdeployRank(SwitchRank):
@@ -300,3 +300,62 @@ def _checkpoint(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     loader = ModelWeightLoader(path)
     for shard in sorted(loader._shard_paths):
         yield from loader._get_weights_iterator(shard)
+
+
+class DraftModel(Draft):
+    """An EAGLE head whose checkpoint is loaded.  Without embeddings of its own it gets the model's.
+
+    Its table ``d2t`` is no parameter: LMDeploy computes other numbers from it when it loads the head.
+
+    Attributes:
+        module: LMDeploy's model of the head.
+    """
+
+    def __init__(
+        self,
+        proposer: Any,
+        model: nn.Module,
+        *,
+        load: Callable[[nn.Module, Weights], None],
+        checkpoint: Callable[[], Weights],
+    ) -> None:
+        """Learns what is the head's own; writes the same weights once more.
+
+        Args:
+            proposer: LMDeploy's proposer, whose head has its weights.
+            model: The model that it speculates for.
+            load: Loads whole tensors into a model, as LMDeploy does at its start.
+            checkpoint: Reads the head's checkpoint: name and whole tensor.
+
+        Raises:
+            ConfigError: This head cannot be updated.
+        """
+        self._proposer, self._load = proposer, load
+        self.module: nn.Module = proposer.model
+        super().__init__("LMDeploy", self.module, residents_of(self.module).get(_MADE_OF_TABLE))
+        if getattr(proposer.specdecode_config.model_config.hf_config, "quantization_config", None):
+            raise self._refused("the draft is quantised")
+        of_model = {tensor.data_ptr() for tensor in residents_of(model).values() if tensor.numel()}
+        own = {name: tensor for name, tensor in self._everything.items() if tensor.data_ptr() not in of_model}
+        self._made = own.pop(_MADE_OF_TABLE, None)
+        own |= self._tables()
+        for name, places in self._destinations(checkpoint()).items():
+            if places - own.keys():
+                raise self._refused(f"the draft's {name} would be loaded into the model's {min(places - own.keys())}")
+        self.residents = {f"{DRAFT_PREFIX}{name}": tensor for name, tensor in own.items()}
+        self.check()
+
+    def renew(self) -> None:
+        """Computes from the table what LMDeploy computes from it.  This is a finisher."""
+        if self._made is not None:
+            self._made.copy_(self._computed())
+            self._proposer._init_bitmask_translate_constants()
+
+    def _words(self) -> list[Tensor]:
+        if self._made is None:
+            return []
+        proposer = self._proposer
+        return [proposer.draft_id_to_target_id, 32 * proposer._d2t_words + proposer._d2t_bits]
+
+    def _load_own(self, weights: Weights) -> None:
+        self._load(self.module, self._without_table(weights))

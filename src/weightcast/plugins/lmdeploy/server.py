@@ -18,8 +18,7 @@ from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.lmdeploy import engine_process
 from weightcast.plugins.lmdeploy.endpoints import add_routes
 from weightcast.plugins.lmdeploy.folder import FOLDER, failure_words, write_module_map
-from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, LMDEPLOY, check
-from weightcast.plugins.lmdeploy.settings import check_settings
+from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, LMDEPLOY, check, check_settings
 
 
 def run() -> None:

@@ -38,6 +38,6 @@ def _hook() -> None:
     if not main and "sglang.srt.managers.scheduler" not in sys.modules:
         return  # the detokenizer, for one, needs no receiver
     hook_points.check(main=main)
-    from weightcast.plugins.sglang import hooks
+    from weightcast.plugins.sglang.rank import add_hooks
 
-    hooks.apply(main=main)
+    add_hooks(main=main)

@@ -9,20 +9,17 @@ import logging
 import os
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, HTTPException
 from fastapi.routing import APIRoute
 
 from weightcast.config import PauseMode
+from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.drafts import keeps_draft
-from weightcast.plugins.rank_sockets import engine_facts, transports_of
-from weightcast.plugins.server_events import server_events
+from weightcast.plugins.rank_sockets import SwitchExecutor, engine_facts, transports_of
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
-from weightcast.plugins.sglang.other_updates import close_other_updates
 from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
 from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
-from weightcast.plugins.sleeping import SleepingSessions
-from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -30,6 +27,17 @@ from weightcast.receiver.session import SessionHandler
 log = logging.getLogger("weightcast.plugins.sglang")
 
 _FIRST_VERSION = 0  # of the weights that SGLang was started with
+ROUTES = (
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/update_weight_version",
+)
+_INSTEAD = "this server is updated through /weightcast (SGLANG_PLUGINS names weightcast)"
+_READS = ("checksum", "snapshot", "compare")
 
 
 def before_loading(*arguments: Any, **named: Any) -> None:
@@ -91,3 +99,35 @@ def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level:
             if isinstance(route, APIRoute):
                 route.endpoint._auth_level = level  # type: ignore[attr-defined]
         app.include_router(router, dependencies=[Depends(note_loop)])
+
+
+def close_other_updates(app: FastAPI, manager: Any, level: Any) -> None:
+    """Closes ways to other weights, which our sessions have proven and stamped.
+
+    SGLang's update routes, and the part of its weight checker that overwrites weights, answer 409.
+
+    Args:
+        app: SGLang's app.
+        manager: SGLang's ``TokenizerManager``.
+        level: SGLang's rule for the key of these routes.
+
+    Raises:
+        ConfigError: This version's manager is not as we know it.
+    """
+    SGLANG.check_attributes(manager, ("check_weights",))
+
+    async def refuse() -> None:
+        raise HTTPException(409, _INSTEAD)
+
+    refuse._auth_level = level  # type: ignore[attr-defined]
+    for path in ROUTES:
+        # In front: the first route that matches answers.
+        app.router.routes.insert(0, APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False))
+    check = manager.check_weights
+
+    async def check_weights(obj: Any, *arguments: Any, **named: Any) -> Any:
+        if obj.action not in _READS:
+            raise HTTPException(409, f"{obj.action} would overwrite weights: {_INSTEAD}")
+        return await check(obj, *arguments, **named)
+
+    manager.check_weights = check_weights

@@ -14,7 +14,7 @@ from typing import Any
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.loop_results import result_of
+from weightcast.plugins.api_server import result_of
 from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, SGLANG
 
 _SHORT_S = 30.0

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from weightcast.plugins.api_server import between_updates, fall_asleep, refuse, wake_up
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
-from weightcast.plugins.sleeping import between_updates, fall_asleep, refuse, wake_up
 from weightcast.receiver.session import SessionHandler
 
 WEIGHTS = "weights"

@@ -14,17 +14,21 @@ from typing import Any
 from fastapi import Depends, FastAPI, HTTPException, Request
 
 from weightcast.errors import ConfigError, Refused
-from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
-from weightcast.plugins.other_hosts import Elsewhere
+from weightcast.plugins.api_server import SleepingSessions, server_events
+from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
 from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
-from weightcast.plugins.server_events import server_events
-from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.hazards import hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
-from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy, maps_weights, on_several_hosts
+from weightcast.plugins.vllm.rank_protocol import (
+    check_replicas,
+    is_dummy,
+    keeps_draft,
+    maps_weights,
+    on_several_hosts,
+    settings_of,
+)
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
-from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.plugins.vllm.stores import store_outside
 from weightcast.receiver.adapter_routes import adapter_routes

@@ -20,10 +20,10 @@ import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.loop_results import result_of
+from weightcast.plugins.api_server import result_of
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, SWITCH_BETWEEN
-from weightcast.plugins.vllm.lost_ends import end_vllm
+from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 log = logging.getLogger("weightcast.plugins.vllm")

@@ -18,9 +18,9 @@ import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused, some
+from weightcast.plugins.api_server import server_events
 from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import tables_of
-from weightcast.plugins.server_events import server_events
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_protocol import AdapterOrder
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor

@@ -15,7 +15,7 @@ from weightcast.comm.authenticated import Secret
 from weightcast.errors import Refused
 from weightcast.plugins.other_hosts import Invitation, reach
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
-from weightcast.plugins.vllm.lost_ends import end_vllm
+from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open

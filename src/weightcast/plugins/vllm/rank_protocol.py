@@ -1,13 +1,20 @@
-"""Rules that vLLM's API server and its ranks share."""
+"""Shared by vLLM's API server and its ranks: the plug-in's settings, rules, and the end of a lost process."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any, Literal, cast
 
 import msgspec
 
 from weightcast.errors import ConfigError
 from weightcast.plugins.other_hosts import Invitation
+from weightcast.receiver.rank import StagingChoice
 from weightcast.wire.adapters import AdapterRequest
 
 # Experts move to other places and ranks while vLLM serves; routes and vLLM's own loader know only their first places.
@@ -15,6 +22,16 @@ EPLB_REFUSED = (
     "vLLM balances experts over ranks (enable_eplb): an update would write experts to places that they have left"
 )
 EPLB_HINT = "start vLLM without --enable-eplb"
+log = logging.getLogger("weightcast.plugins.vllm")
+
+_SOON_S = 5.0  # those who wait for an answer get it
+_ORDERLY_S = 20.0
+_SECTION = "weightcast"
+_HINT = (
+    '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
+    '"secret_file": "PATH", '
+    '"not_updated": "REGEX", "warm_up": true}}\''
+)
 
 
 class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,3 +110,61 @@ def check_replicas(parallel: Any) -> None:
             f"{size - local} of {size} data-parallel engines are on other hosts",
             hint="start them on one host; a dense model may also have independent servers, each of them a target",
         )
+
+
+def end_vllm(words: str) -> None:
+    """Ends this process soon, in order if vLLM can; its other processes on this host end with it.
+
+    Its main thread would wait for the other host for ever, and clients for their answers.
+    """
+    log.error("weightcast: %s; vLLM cannot go on without it and ends now, restart it on all its hosts", words)
+    threading.Thread(target=_end, name="weightcast-end", daemon=True).start()
+
+
+def _end() -> None:
+    time.sleep(_SOON_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORDERLY_S)
+    os._exit(1)  # the main thread is inside of a collective, where it hears no signal
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plug-in's settings, from the key ``weightcast`` of vLLM's ``--additional-config``.
+
+    Attributes:
+        staging: Place in which a new version waits for its commit.
+        draft: ``update`` makes the draft model's weights a part of every update; ``keep`` leaves them as they are, and
+            reports name the draft as not updated.
+        not_updated: Regular expression for names of the checkpoint's tensors that no update contains, such as those of
+            a vision tower that is not trained.  They keep the checkpoint's values, and reports name them.  Empty for
+            none.
+        warm_up: Whether vLLM's start runs the model on batches of all sizes that kernels distinguish.
+        secret_file: File with the secret of an engine on several hosts; empty for ``WEIGHTCAST_ENGINE_SECRET``.
+    """
+
+    staging: StagingChoice = "auto"
+    draft: Literal["keep", "update"] = "keep"
+    not_updated: str = ""
+    warm_up: bool = False
+    secret_file: str = ""
+
+
+def settings_of(additional_config: object) -> Settings:
+    """Reads the settings; those that are not set have their defaults.  Other keys belong to other plug-ins.
+
+    Raises:
+        ConfigError: A key or a value under ``weightcast`` is unknown.
+    """
+    everything = cast("dict[str, Any]", additional_config) if isinstance(additional_config, dict) else {}
+    section = everything.get(_SECTION, {})
+    try:
+        settings = msgspec.convert(section, Settings)
+        re.compile(settings.not_updated)
+        return settings
+    except (msgspec.ValidationError, re.error) as error:
+        raise ConfigError(f"additional_config: {_SECTION} is {section!r}: {error}", hint=_HINT) from None
+
+
+def keeps_draft(vllm_config: Any) -> bool:
+    """Returns True if vLLM has a draft model that no update writes."""
+    return draft_of(vllm_config.speculative_config) and settings_of(vllm_config.additional_config).draft == "keep"

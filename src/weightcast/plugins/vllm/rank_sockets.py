@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weightcast.errors import EngineFailure
 from weightcast.plugins.other_hosts import Elsewhere, Invitation, Reception
-from weightcast.plugins.switch_executor import SwitchExecutor
+from weightcast.plugins.rank_sockets import SwitchExecutor
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from weightcast.plugins.sleeping import between_updates
+from weightcast.plugins.api_server import between_updates
 from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
 from weightcast.plugins.vllm.lora_server import Adapters
 from weightcast.receiver.session import SessionHandler

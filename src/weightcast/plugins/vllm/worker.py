@@ -31,12 +31,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.engine_needs import reason_logged
-from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
-from weightcast.plugins.other_hosts import Invitation
-from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
-from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft, draft_model_of
+from weightcast.plugins.other_hosts import SET_A_SECRET, Invitation, engine_secret
+from weightcast.plugins.vllm.loaded_models import CheckpointSpecs, LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
-from weightcast.plugins.vllm.lost_ends import end_vllm
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.plugins.vllm.quantised_layers import check_cache_scales
 from weightcast.plugins.vllm.rank import VllmRank
@@ -44,15 +41,16 @@ from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
     EPLB_REFUSED,
     check_replicas,
+    end_vllm,
+    keeps_draft,
     maps_weights,
     on_several_hosts,
     rank_among_replicas,
     reads_in_order,
+    settings_of,
 )
-from weightcast.plugins.vllm.settings import keeps_draft, settings_of
-from weightcast.plugins.vllm.staging_budget import Budget, gib
+from weightcast.plugins.vllm.start_up import Budget, gib, warm_up
 from weightcast.plugins.vllm.stores import check_stores
-from weightcast.plugins.vllm.warm_up import warm_up
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice

@@ -1,24 +1,30 @@
-"""Sleep and wake-up in an engine's API server, kept apart from updates and from requests: common to all plug-ins.
+"""Common to the API servers of all plug-ins: events, waits for the event loop, sleep and wake-up.
 
-New requests wait from the beginning of sleep until all memory is back and the weights are known.
+Sleep is kept apart from updates and from requests: new ones wait from the beginning of sleep until all memory is back
+and the weights are known.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from weightcast.errors import Refused, error_words
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused, error_words
 from weightcast.receiver.engine_state import EngineFacts, EngineHooks
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.session import SessionHandler
-from weightcast.watch.listeners import Events
+from weightcast.watch.listeners import Events, Listener
+from weightcast.watch.logs import UpdateLog
+from weightcast.watch.spans import EngineSpans
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
 
 T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 
 class TellsSleep(EngineHooks, Protocol):
@@ -114,3 +120,41 @@ def refuse(tags: Collection[str], why: str) -> None:
     """Raises ``Refused`` if there are tags: the request names memory in another state."""
     if tags:
         raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")
+
+
+def result_of(future: Future[_Result], timeout_s: float, *, engine: str, what: str) -> _Result:
+    """Waits, on another thread, for work of the engine's own code on the event loop; cancels it after ``timeout_s``.
+
+    Raises:
+        Refused: The work was cancelled, because the update that asked for it was aborted.
+        DeadlineExceeded: The work took too long.
+        EngineFailure: The work failed; the error has the engine's words.
+    """
+    try:
+        return future.result(timeout_s)
+    except CancelledError as error:
+        raise Refused("pause cancelled: the update that asked for it was aborted") from error
+    except FutureTimeout as error:
+        future.cancel()
+        raise DeadlineExceeded(who=engine, waiting_for=what, timeout_s=timeout_s) from error
+    except Exception as error:  # engines' errors have no common class
+        raise EngineFailure(f"{engine}: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+
+
+def server_events(model_name: str, *, version: int | None, metrics: bool = True) -> Events:
+    """Returns the events for a ``SessionHandler``: log lines, spans, and metrics on the server's own ``/metrics``.
+
+    Args:
+        version: Version of the weights that the server was started with; None if it is unknown.
+        metrics: False for a server without ``/metrics``, or if something else of it has them already.
+    """
+    listeners: list[Listener] = [UpdateLog(), EngineSpans()]
+    if metrics:
+        # Imported here: prometheus_client chooses its multiprocess mode at the import, and servers set the variable
+        # for it late.  In that mode they serve what the instruments of the default registry write to files.
+        from prometheus_client import REGISTRY
+
+        from weightcast.watch.engine_metrics import EngineMetrics
+
+        listeners.append(EngineMetrics(REGISTRY, model_name=model_name, version=version))
+    return Events(listeners)
