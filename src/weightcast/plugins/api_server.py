@@ -145,7 +145,6 @@ def server_events(model_name: str, *, version: int | None, metrics: bool = True)
     """Returns the events for a ``SessionHandler``: log lines, spans, and metrics on the server's own ``/metrics``.
 
     Args:
-        version: Version of the weights that the server was started with; None if it is unknown.
         metrics: False for a server without ``/metrics``, or if something else of it has them already.
     """
     listeners: list[Listener] = [UpdateLog(), EngineSpans()]

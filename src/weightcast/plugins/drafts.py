@@ -20,11 +20,7 @@ TABLE = "d2t"
 
 
 def draft_setting() -> bool:
-    """True if an update is to write the draft model too, by the variable ``WEIGHTCAST_DRAFT``.
-
-    Raises:
-        ConfigError: The variable is neither ``keep`` nor ``update``.
-    """
+    """True if an update is to write the draft model too, by ``WEIGHTCAST_DRAFT``; ``ConfigError`` for other values."""
     value = os.environ.get("WEIGHTCAST_DRAFT") or "keep"
     if value not in ("keep", "update"):
         raise ConfigError(f"WEIGHTCAST_DRAFT is {value!r}", hint="use keep or update")
@@ -72,11 +68,7 @@ class Draft(ABC):
     residents: dict[str, torch.Tensor]
 
     def __init__(self, engine: str, model: nn.Module, computed: torch.Tensor | None) -> None:
-        """Finds the draft's tensors.
-
-        Args:
-            computed: What the engine made of the table, on any device; None without a table.
-        """
+        """``computed`` is what the engine made of the table, on any device; None without a table."""
         self._engine, self._model = engine, model
         self._table = None
         if computed is not None:

@@ -49,24 +49,13 @@ class EngineNeeds:
         return " and ".join(self.run_versions)
 
     def check(self, needed: Mapping[str, tuple[str, ...]]) -> None:
-        """Looks for functions and classes that our code needs.
-
-        Args:
-            needed: ``module:path`` of each, and its parameters.
-
-        Raises:
-            ConfigError: Something is missing or has other parameters; all is named.
-        """
+        """Looks for functions and classes (``module:path``) and their parameters; ``ConfigError`` names what is missing."""
         wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
         if wrong:
             raise self.other_version(wrong)
 
     def check_attributes(self, found: object, names: Iterable[str]) -> None:
-        """Looks for the attributes that our code needs of one of the engine's objects.
-
-        Raises:
-            ConfigError: Some are missing; all are named.
-        """
+        """Looks for attributes of one of the engine's objects; ``ConfigError`` names all that are missing."""
         wrong = [f"{type(found).__name__} has no {name}" for name in names if not hasattr(found, name)]
         if wrong:
             raise self.other_version(wrong)
@@ -87,8 +76,6 @@ class EngineNeeds:
         """Refuses settings under which our receiver was not shown to be right.
 
         Args:
-            options: The engine's own object that has its options as attributes.
-            refused: The settings to look for.
             more: Name and remedy of settings that were found elsewhere.
 
         Raises:

@@ -267,12 +267,7 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
 
 
 def engine_facts(executor: SocketRanks, *, notes: Sequence[str] = (), **fields: Any) -> EngineFacts:
-    """The description of an engine, from the greetings of its ranks.  Logs the notes for the user.
-
-    Args:
-        notes: Further notes.
-        **fields: The other fields of ``EngineFacts``.
-    """
+    """The description of an engine, from the greetings of its ranks.  Logs the notes for the user."""
     hellos = executor.hellos
     specs, optional = tables_of(hellos)
     notes = [*notes_of(hellos, optional), *notes]

@@ -38,7 +38,6 @@ def staged_receiver(
     """Makes a receiver whose parameters stay at their addresses, because captured graphs know them.
 
     Args:
-        model: This rank's model, with the checkpoint loaded.
         checkpoint: Reads the checkpoint: name and whole tensor, in the dtypes of its files.
         without: Advice on how to start the engine without our receiver.
 

@@ -31,9 +31,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     """Connects to the ranks and adds our routes; LMDeploy's key check covers every route of its server.
 
     Args:
-        router: LMDeploy's own.
         async_engine: LMDeploy's ``AsyncEngine``, ready.
-        folder: Folder of the ranks' sockets.
 
     Raises:
         ConfigError: Our hooks in the engine process did not take.

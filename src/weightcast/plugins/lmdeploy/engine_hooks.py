@@ -30,12 +30,6 @@ class LmdeployHooks:
     """``EngineHooks`` over LMDeploy's engine process."""
 
     def __init__(self, async_engine: Any, calls: EngineCalls) -> None:
-        """Makes the hooks.
-
-        Args:
-            async_engine: LMDeploy's ``AsyncEngine``, which knows whether it sleeps.
-            calls: Reaches the engine process.
-        """
         self._async_engine = async_engine
         self._calls = calls
         self._held = False
@@ -96,11 +90,7 @@ class LmdeployHooks:
             raise
 
     def end_hold_of_sleep(self, *, serves: bool) -> None:
-        """Lets requests go on if all memory is back.
-
-        Args:
-            serves: False if the weights are not known; then the next update ends the hold.
-        """
+        """Lets requests go on if all memory is back; if the weights are not known, the next update ends the hold."""
         if serves:
             self.resume()
 
@@ -115,11 +105,7 @@ class EngineCalls:
     """Our methods in the engine process, as threads of the API server call them over LMDeploy's own connection."""
 
     def __init__(self, engine: Any) -> None:
-        """Makes the caller.
-
-        Args:
-            engine: LMDeploy's ``ZMQMPEngine``.
-        """
+        """``engine`` is LMDeploy's ``ZMQMPEngine``."""
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -128,12 +114,7 @@ class EngineCalls:
         self._loop = loop
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Calls a method that returns why it failed, or nothing.
-
-        Args:
-            method: Name of the method, one of ``engine_process.METHODS``.
-            arguments: Its arguments.
-            timeout_s: Deadline of the method, in seconds.
+        """Calls one of ``engine_process.METHODS``, which returns why it failed, or nothing.
 
         Raises:
             Refused: The engine process could not do it; nothing changed.
@@ -146,10 +127,6 @@ class EngineCalls:
 
     def result(self, work: Any, timeout_s: float) -> Any:
         """Runs a coroutine on the server's event loop.
-
-        Args:
-            work: The coroutine.
-            timeout_s: Deadline, in seconds.
 
         Raises:
             DeadlineExceeded: It did not end.
@@ -177,9 +154,6 @@ class LmdeployExecutor(SwitchExecutor):
         """Connects to every rank.
 
         Args:
-            world_size: Number of ranks.
-            folder: Folder of their sockets.
-            calls: Reaches the engine process.
             prefix_caching: True if LMDeploy keeps prefixes for other requests (``--enable-prefix-caching``).
 
         Raises:

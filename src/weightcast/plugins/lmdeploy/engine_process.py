@@ -59,11 +59,7 @@ def run(shared: Any, condition: Any, *arguments: Any, **named: Any) -> None:
 
 
 def prepare() -> None:
-    """Checks LMDeploy and adds our hooks, before the engine is made.
-
-    Raises:
-        ConfigError: This LMDeploy cannot have our receiver, or the API server is on another host.
-    """
+    """Checks LMDeploy and adds our hooks, before the engine is made; ``ConfigError`` if it cannot have our receiver."""
     folder = folder_of_server()
     try:
         if not Path(folder).is_dir():

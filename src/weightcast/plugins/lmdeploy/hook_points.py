@@ -94,14 +94,7 @@ SCHEDULER_ATTRIBUTES = ("sessions", "seq_manager", "block_trie")
 
 
 def check(needed: dict[str, tuple[str, ...]]) -> None:
-    """Refuses other versions than those that were run, and looks for everything that our code needs.
-
-    Args:
-        needed: ``module:path`` of each function or class, and its parameters.
-
-    Raises:
-        ConfigError: It is another version, or something is missing or has other parameters; all is named.
-    """
+    """Raises ``ConfigError`` for versions that were not run, and if something that our code needs is missing."""
     found = LMDEPLOY.version()
     if found not in LMDEPLOY.run_versions:
         raise ConfigError(
@@ -116,11 +109,7 @@ def _other_role(config: Any) -> bool:
 
 
 def mp_executor(config: Any) -> bool:
-    """True if the ranks are processes of LMDeploy's executor mp.
-
-    Args:
-        config: LMDeploy's ``PytorchEngineConfig``.
-    """
+    """True if the ranks are processes of LMDeploy's executor mp, by its ``PytorchEngineConfig``."""
     chosen = getattr(config, "distributed_executor_backend", None) or os.environ.get("LMDEPLOY_EXECUTOR_BACKEND")
     return chosen == "mp"
 
@@ -145,24 +134,16 @@ _REFUSED: tuple[RefusedSetting, ...] = (
 
 
 def has_draft(speculative: Any) -> bool:
-    """True if there is a draft model of a kind that was tried with our receiver.
-
-    Args:
-        speculative: LMDeploy's ``SpeculativeConfig``; None without a draft model.
-    """
+    """True if LMDeploy's ``SpeculativeConfig`` has a draft model of a kind that was tried with our receiver."""
     return getattr(speculative, "method", None) in ("eagle", "eagle3") and bool(getattr(speculative, "model", None))
 
 
 def check_settings(backend: str, config: Any, speculative: Any) -> None:
-    """Refuses settings that were not shown to work.
+    """Refuses settings that were not shown to work, with a ``ConfigError`` that names all.
 
     Args:
-        backend: ``pytorch`` or ``turbomind``.
         config: LMDeploy's ``PytorchEngineConfig``.
         speculative: LMDeploy's ``SpeculativeConfig``; None without a draft model.
-
-    Raises:
-        ConfigError: A setting is one of them; all are named.
     """
     if backend != "pytorch":
         words = f"the receiver lives in LMDeploy's PyTorch engine, not in {backend or 'another one'}"

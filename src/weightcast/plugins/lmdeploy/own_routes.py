@@ -56,11 +56,6 @@ def guard_sleep(
     Both answer 409 while an update is under way.  Requests that run end with reason ``abort``.
 
     Args:
-        router: LMDeploy's own.
-        async_engine: LMDeploy's ``AsyncEngine``.
-        engine: Session that knows whether an update is under way.
-        hooks: Hooks that hold requests back.
-        calls: Runs coroutines on the server's event loop.
         never: Reason why this LMDeploy could not wake up, so that sleep is refused; empty if it can.
 
     Raises:
@@ -111,11 +106,7 @@ def guard_sleep(
 
 
 def _check_tags(tags: Collection[str]) -> None:
-    """Refuses tags that LMDeploy does not know; it would only log them, and wake nothing.
-
-    Raises:
-        Refused: There is such a tag.
-    """
+    """Raises ``Refused`` for tags that LMDeploy does not know; it would only log them, and wake nothing."""
     unknown = sorted(set(tags) - set(TAGS))
     if unknown:
         raise Refused(f"no memory of LMDeploy is called {', '.join(unknown)}", hint=f"use {' or '.join(TAGS)}")
@@ -125,13 +116,6 @@ def admit_own_updates(
     router: APIRouter, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls, folder: str
 ) -> None:
     """Wraps the routes that write weights.  They answer 409 while an update of ours is under way.
-
-    Args:
-        router: LMDeploy's own.
-        engine: Session that is told what the engine serves.
-        hooks: Hooks that hold requests back.
-        calls: Runs coroutines on the server's event loop.
-        folder: Folder of the server, where ranks note that they write.
 
     Raises:
         ConfigError: This LMDeploy lacks one of the routes.

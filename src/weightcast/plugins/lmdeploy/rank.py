@@ -48,10 +48,7 @@ class LmdeployRank(SwitchRank):
 
         Args:
             model: LMDeploy's model with its checkpoint loaded.
-            path: Folder of the checkpoint.
-            folder: Folder of the ranks' sockets.
             drafts: LMDeploy's agent for a draft model; None if there is none.
-            updates_draft: An update writes the draft model too.
 
         Raises:
             ConfigError: This model cannot be updated through our receiver.
@@ -129,11 +126,7 @@ class LmdeployRank(SwitchRank):
         """Does nothing: the mark comes from the engine process."""
 
     def sleep(self, *, discard: bool) -> None:
-        """Called before LMDeploy moves the weights to the host; frees the staging set.
-
-        Args:
-            discard: True to free the weights too, so that nothing is moved.
-        """
+        """Frees the staging set, with ``discard`` the weights too, before LMDeploy moves the weights to the host."""
         with torch.inference_mode():
             self.weights_fall_asleep(discard=discard, hint=WAKE_FIRST)
             if discard:
@@ -153,15 +146,7 @@ class LmdeployRank(SwitchRank):
 
 
 def install(folder: str, *, updates_draft: bool = False) -> None:
-    """Replaces what a worker calls.  Safe to call twice.
-
-    Args:
-        folder: Folder of the ranks' sockets.
-        updates_draft: An update writes the draft model too, if there is one.
-
-    Raises:
-        ConfigError: This version's worker is not as we know it.
-    """
+    """Replaces what a worker calls; ``ConfigError`` if it is not as we know it.  Safe to call twice."""
     from lmdeploy.pytorch.engine.model_agent import agent
     from lmdeploy.pytorch.spec_decode.base import BaseSpecModelAgent
     from lmdeploy.pytorch.spec_decode.spec_agent import SpecModelAgent
@@ -306,9 +291,6 @@ class DraftModel(Draft):
     """An EAGLE head whose checkpoint is loaded.  Without embeddings of its own it gets the model's.
 
     Its table ``d2t`` is no parameter: LMDeploy computes other numbers from it when it loads the head.
-
-    Attributes:
-        module: LMDeploy's model of the head.
     """
 
     def __init__(
@@ -322,10 +304,7 @@ class DraftModel(Draft):
         """Learns what is the head's own; writes the same weights once more.
 
         Args:
-            proposer: LMDeploy's proposer, whose head has its weights.
-            model: The model that it speculates for.
             load: Loads whole tensors into a model, as LMDeploy does at its start.
-            checkpoint: Reads the head's checkpoint: name and whole tensor.
 
         Raises:
             ConfigError: This head cannot be updated.

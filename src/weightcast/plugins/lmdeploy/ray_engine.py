@@ -31,11 +31,7 @@ for _method in engine_process.METHODS:
 
 
 def use(folder: str) -> None:
-    """Makes the API server's process start our worker.  Safe to call twice.
-
-    Args:
-        folder: Folder of the ranks' sockets.
-    """
+    """Makes the API server's process start our worker.  Safe to call twice."""
     complete = ray_engine._update_runtime_envs
 
     def with_folder(runtime_env: dict[str, Any]) -> dict[str, Any]:

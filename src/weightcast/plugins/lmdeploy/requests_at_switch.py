@@ -29,14 +29,7 @@ class RequestsAtSwitch:
     """The requests of one engine."""
 
     def __init__(self, loop: Any) -> None:
-        """Wraps methods of LMDeploy's ``EngineLoop`` and of its parts.
-
-        Args:
-            loop: The ``EngineLoop``, not started yet.
-
-        Raises:
-            ConfigError: This version's loop is not as we know it.
-        """
+        """Wraps methods of an ``EngineLoop`` that has not started; ``ConfigError`` if it is not as we know it."""
         from lmdeploy.pytorch.engine.request import RequestType
 
         LMDEPLOY.check_attributes(loop, LOOP_ATTRIBUTES)
@@ -71,12 +64,7 @@ class RequestsAtSwitch:
     # -- called from the API server; each returns why it could not, or nothing
 
     async def pause(self, mode: str, timeout_s: float) -> str:
-        """Holds new requests back, and returns when none runs.
-
-        Args:
-            mode: ``abort`` drops the requests that are here; ``wait`` lets them end.
-            timeout_s: Deadline, in seconds.
-        """
+        """Holds new requests back and returns when none runs: ``abort`` drops those that do, ``wait`` lets them end."""
         if self._held is None:
             self._held = []
         if mode == "abort":

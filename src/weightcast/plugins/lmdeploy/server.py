@@ -22,11 +22,7 @@ from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, LMDEPLOY, check, 
 
 
 def run() -> None:
-    """Runs ``lmdeploy serve api_server`` with our receiver, until the server is stopped.
-
-    Raises:
-        WeightcastError: This LMDeploy, its settings or the model cannot have our receiver.
-    """
+    """Runs ``lmdeploy serve api_server`` until it is stopped; ``WeightcastError`` if it cannot have our receiver."""
     check(IN_SERVER)
     from lmdeploy.cli import entrypoint
 
@@ -34,13 +30,9 @@ def run() -> None:
 
 
 def serve(*arguments: Any, **named: Any) -> Any:
-    """Serves as LMDeploy's ``lmdeploy.serve.openai.api_server.serve`` does, with our receiver.
+    """Serves as LMDeploy's ``lmdeploy.serve.openai.api_server.serve`` does, with our receiver and the same arguments.
 
     For a server that is started from Python, in a Ray actor for one.  A process can have one such server.
-
-    Args:
-        *arguments: Those of LMDeploy's function.
-        **named: Likewise.
 
     Raises:
         WeightcastError: This LMDeploy, its settings or the model cannot have our receiver.
@@ -73,11 +65,7 @@ def _patched(run: Callable[[], Any]) -> Any:
 
 
 def patch(folder: str) -> None:
-    """Replaces what LMDeploy's API server calls.
-
-    Args:
-        folder: Folder of the ranks' sockets.
-    """
+    """Replaces what LMDeploy's API server calls."""
     from lmdeploy.pytorch.engine.mp_engine.zmq_engine import ZMQMPEngine
     from lmdeploy.serve.openai import api_server
 

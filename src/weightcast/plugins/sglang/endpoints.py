@@ -102,17 +102,9 @@ def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level:
 
 
 def close_other_updates(app: FastAPI, manager: Any, level: Any) -> None:
-    """Closes ways to other weights, which our sessions have proven and stamped.
+    """Closes ways to other weights than those that our sessions have proven and stamped.
 
     SGLang's update routes, and the part of its weight checker that overwrites weights, answer 409.
-
-    Args:
-        app: SGLang's app.
-        manager: SGLang's ``TokenizerManager``.
-        level: SGLang's rule for the key of these routes.
-
-    Raises:
-        ConfigError: This version's manager is not as we know it.
     """
     SGLANG.check_attributes(manager, ("check_weights",))
 

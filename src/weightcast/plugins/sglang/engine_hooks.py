@@ -25,14 +25,7 @@ class SglangHooks:
     """``EngineHooks`` over SGLang's tokenizer manager."""
 
     def __init__(self, manager: Any) -> None:
-        """Makes the hooks.
-
-        Args:
-            manager: SGLang's ``TokenizerManager``.
-
-        Raises:
-            ConfigError: This version's manager is not as we know it.
-        """
+        """``manager`` is SGLang's ``TokenizerManager``; ``ConfigError`` if it is not as we know it."""
         SGLANG.check_attributes(manager, MANAGER_ATTRIBUTES)
         self._manager = manager
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,11 +75,7 @@ class SglangHooks:
         return self._asleep
 
     def hold_for_sleep(self) -> None:
-        """Holds new requests back.
-
-        Raises:
-            Refused: Requests run; nothing is held.
-        """
+        """Holds new requests back; raises ``Refused`` if some run, and then nothing is held."""
         if self.paused:
             return
         self._held = True
@@ -106,11 +95,7 @@ class SglangHooks:
         self._asleep -= tags
 
     def end_hold_of_sleep(self, *, serves: bool) -> None:
-        """Lets requests go on if all memory is back.
-
-        Args:
-            serves: False if the weights are not known; then the next update ends the hold.
-        """
+        """Lets requests go on if all memory is back; if the weights are not known, the next update ends the hold."""
         if serves:
             self.resume()
 

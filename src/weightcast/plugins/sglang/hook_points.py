@@ -67,12 +67,5 @@ MANAGER_ATTRIBUTES = ("is_pause", "is_pause_cond", "model_update_lock")
 
 
 def check(*, main: bool) -> None:
-    """Looks for everything that our code needs.
-
-    Args:
-        main: True in SGLang's main process, where the API server is.
-
-    Raises:
-        ConfigError: Something is missing or has other parameters; all is named.
-    """
+    """Looks for everything that our code needs, here or in the main process; ``ConfigError`` names what is missing."""
     SGLANG.check(_IN_RANKS | _IN_MAIN if main else _IN_RANKS)

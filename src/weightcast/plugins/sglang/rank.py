@@ -44,7 +44,6 @@ class SglangRank(SwitchRank):
         """Makes the receiver and the staging set; SGLang sizes its KV cache afterwards.
 
         Args:
-            runner: SGLang's ``ModelRunner`` with its model loaded.
             draft_runner: That of a draft model which is updated with the model; None for none.
 
         Raises:
@@ -193,10 +192,6 @@ class SglangRank(SwitchRank):
 def replica_of(runner: Any, parallel: Any) -> int:
     """Number of the data-parallel engine that a scheduler process belongs to.
 
-    Args:
-        runner: SGLang's ``ModelRunner``.
-        parallel: SGLang's description of parallel ranks.
-
     Raises:
         ConfigError: There are several, and this version does not say which one it is.
     """
@@ -266,14 +261,7 @@ class DraftModel(Draft):
     """
 
     def __init__(self, runner: Any) -> None:
-        """Learns what is the draft's own; changes nothing.
-
-        Args:
-            runner: SGLang's ``ModelRunner`` of the draft.
-
-        Raises:
-            ConfigError: This kind of draft cannot be updated.
-        """
+        """Learns what is the draft's own, and changes nothing; ``ConfigError`` for a draft that cannot be updated."""
         super().__init__("SGLang", runner.model, getattr(runner.model, "hot_token_id", None))
         self._runner = runner
         if getattr(runner.model_config, "quantization", None):
@@ -348,14 +336,7 @@ def _lent(model: nn.Module, *, eagle3: bool) -> set[str]:
 
 
 def add_hooks(*, main: bool) -> None:
-    """Registers our hooks and applies them now.
-
-    Args:
-        main: As for ``hook_points.check``.
-
-    Raises:
-        ConfigError: SGLang did not apply one of them.
-    """
+    """Registers our hooks and applies them now; ``ConfigError`` if SGLang did not apply one."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks: list[tuple[str, Callable[..., Any], Any]] = [

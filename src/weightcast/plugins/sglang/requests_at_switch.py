@@ -33,11 +33,7 @@ class RequestsAtSwitch:
     """Switches the weights under one rank's scheduler."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
-        """Notes the scheduler.
-
-        Raises:
-            ConfigError: This version's scheduler is not as we know it.
-        """
+        """Raises ``ConfigError`` if this version's scheduler is not as we know it."""
         SGLANG.check_attributes(scheduler, SCHEDULER_ATTRIBUTES)
         self._scheduler = scheduler
         self._device = device
@@ -51,8 +47,6 @@ class RequestsAtSwitch:
         before; then abort drops what is left, and wait treats it as retract does.  A server that was paused stays so.
 
         Args:
-            do: Exchanges the weights.
-            mode: The session's pause mode.
             version: Stamp of what is generated from now on, if ``do`` succeeds.
             served: Stamp of what was generated before.
         """
@@ -160,11 +154,7 @@ class Boundary:
     """
 
     def __init__(self, step: Callable[[], object]) -> None:
-        """Makes a boundary without marks.
-
-        Args:
-            step: Called on the scheduler's thread when a mark comes; it must not raise.
-        """
+        """``step`` is called on the scheduler's thread when a mark comes; it must not raise."""
         self._step = step
         self._steps: deque[Step] = deque()
         self._count = 0

@@ -64,9 +64,6 @@ def resolved(server_args: Any) -> Any:
     SGLang 0.5.17 writes them into ``ServerArgs``.  0.5.23 keeps what it was given there, and its decisions beside them:
     ``--lora-paths`` alone turns LoRA on, for example.
 
-    Args:
-        server_args: SGLang's ``ServerArgs``, or what this function returned.
-
     Raises:
         ConfigError: This SGLang keeps its decisions elsewhere.
     """
@@ -80,11 +77,7 @@ def resolved(server_args: Any) -> Any:
 
 
 def has_draft(server_args: Any) -> bool:
-    """True if there is a draft model of a kind that was tried with our receiver, and a version in which it was.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``.
-    """
+    """True if there is a draft model of a kind that was tried with our receiver, and a version in which it was."""
     return SGLANG.version() in _WITH_DRAFT and _has_draft(server_args) and _has_draft(resolved(server_args))
 
 
@@ -111,14 +104,7 @@ def updates_draft(server_args: Any) -> bool:
 
 
 def check_settings(server_args: Any) -> None:
-    """Refuses settings that were not shown to work, whether they were given or SGLang decided on them.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``.
-
-    Raises:
-        ConfigError: A setting is one of them; all are named.
-    """
+    """Raises ``ConfigError`` for all settings that were not shown to work, whether given or decided on by SGLang."""
     found: list[tuple[str, str]] = []
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
         found.append(("SGLang's Rust front end (SGLANG_RUST_SERVER)", "unset the variable"))

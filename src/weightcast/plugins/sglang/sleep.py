@@ -44,9 +44,6 @@ def guard_sleep(manager: Any, engine: SessionHandler, hooks: SglangHooks, *, los
     is awake.  New requests wait until all memory is back and the weights are known.
 
     Args:
-        manager: SGLang's ``TokenizerManager``.
-        engine: Session that knows whether an update is under way.
-        hooks: Hooks that hold requests back.
         loses: True if weights that sleep come back with other contents.
     """
     release, resume = manager.release_memory_occupation, manager.resume_memory_occupation

@@ -14,13 +14,7 @@ from weightcast.errors import some
 def hazards_of(
     vllm_config: Any, *, keeps_draft: bool, computed: Sequence[str], not_updated: str = ""
 ) -> tuple[str, ...]:
-    """The hazards, one sentence each.
-
-    Args:
-        keeps_draft: True if a draft model keeps its weights.
-        computed: Names of tensors that some rank's loader computes with.
-        not_updated: The setting of this name.
-    """
+    """The hazards, one sentence each."""
     found: list[str] = []
     if not_updated:
         found.append(f"by its setting not_updated it keeps the tensors that match {not_updated!r}")

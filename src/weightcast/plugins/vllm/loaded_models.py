@@ -329,11 +329,7 @@ class CheckpointSpecs:
         self.heads: dict[str, str] = {}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every tensor.  vLLM maps safetensors files, so bytes that nobody looks at are not read.
-
-        Raises:
-            ConfigError: vLLM was started without a checkpoint.
-        """
+        """Yields every tensor; ``ConfigError`` without a checkpoint.  vLLM maps files: unused bytes are not read."""
         words = self._config.get_vocab_size() if self._may_tie() else -1
         config = dataclasses.replace(self._load_config, load_format="auto") if self.dummy else self._load_config
         loader = get_model_loader(config)

@@ -44,8 +44,7 @@ class LoraRanks:
     def carry_out(self, runner: Any, order: str) -> str:
         """Carries out an ``AdapterOrder`` in JSON; returns the reason why it could not, or nothing.
 
-        The reason is no exception: vLLM reads the exception of one worker and takes those of the others for answers to
-        later calls.
+        The reason is no exception: vLLM takes the exceptions of further workers for answers to later calls.
         """
         known = msgspec.json.decode(order, type=AdapterOrder)
         try:

@@ -108,11 +108,7 @@ class UnpackedModel:
         return sum(layer.own_bytes for layer in self._quantised)
 
     def record(self) -> tuple[int, int]:
-        """Records how quantised layers are derived, once all tensors are where they stay.
-
-        Returns:
-            The number of layers that are recorded, and of all quantised layers.
-        """
+        """Records how quantised layers are derived; returns the number of those that are recorded, and of all."""
         if not self._quantised:
             return 0, 0
         with torch.no_grad():

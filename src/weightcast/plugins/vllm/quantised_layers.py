@@ -161,7 +161,6 @@ class QuantisedLayer:
         """Finds out what vLLM's method derives, with random values.
 
         Args:
-            layer: vLLM's layer, after loading.
             made: Its parameters before loading, on the meta device, with their loaders.
             always: Names of tensors that vLLM never changes after loading.
 
@@ -238,9 +237,6 @@ class QuantisedLayer:
 
         vLLM's methods launch a few kernels for each expert, which costs the host many times what it costs the GPU.  The
         recording must give what vLLM's method gives for random values and then for those that are there, bit by bit.
-
-        Args:
-            recorder: The one of all layers.
         """
         if not self._targets:
             return True
@@ -289,11 +285,7 @@ class QuantisedLayer:
             raise EngineFailure(f"computes with other weights than it keeps in {self.name}: {wrong} is not derived")
 
     def check_start(self) -> None:
-        """Checks, after the checkpoint was loaded once more, that vLLM derived the same as this module does.
-
-        Raises:
-            ConfigError: Something differs, so an update would not be what a fresh server computes with.
-        """
+        """Checks, after the checkpoint was loaded once more, that vLLM derived the same; ``ConfigError`` if not."""
         moved = [key for key in self._kept if tensor_digest(self.loaded[key].data) != self._as_found[key]]
         wrong = moved[0] if moved else self.first_difference()
         if wrong:

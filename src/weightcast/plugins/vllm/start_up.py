@@ -42,11 +42,7 @@ class Budget:
     on_host: bool
 
     def place(self, asked: StagingChoice, size_bytes: int) -> tuple[Place, str]:
-        """Chooses the place of a staging set; also returns the reason if it is not the device.
-
-        Raises:
-            ConfigError: The place that the setting asks for has not enough memory.
-        """
+        """Chooses the place of a staging set, with the reason if not the device; ``ConfigError`` without room."""
         if asked == "none":
             return "none", ""
         host_ok = size_bytes + size_bytes // 5 <= self.host_bytes
