@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.clock import PATIENCE_S
-from weightcast.transports.pump import Pump
+from weightcast.transports.pump import ThreadPump
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 
@@ -54,7 +54,7 @@ def eventually(is_so) -> None:
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_pump_sends_in_order_and_keeps_the_limit_on_buckets_in_flight(in_flight):
     way = Way()
-    pump = Pump(way.send, in_flight=in_flight)
+    pump = ThreadPump(way.send, in_flight=in_flight)
 
     def put_all() -> None:
         for bucket in BUCKETS:
@@ -76,7 +76,7 @@ def test_pump_sends_in_order_and_keeps_the_limit_on_buckets_in_flight(in_flight)
 
 def test_put_returns_when_the_bucket_before_may_be_filled_again():
     way = Way()
-    pump = Pump(way.send, in_flight=2)
+    pump = ThreadPump(way.send, in_flight=2)
     pump.put(BUCKETS[0], ())  # there is none before it
     returned = threading.Event()
 
@@ -96,7 +96,7 @@ def test_put_returns_when_the_bucket_before_may_be_filled_again():
 def test_pump_raises_the_first_buckets_failure_and_waits_for_the_second():
     way = Way()
     way.failing = {0: ValueError("first"), 1: ValueError("second")}
-    pump = Pump(way.send, in_flight=2)
+    pump = ThreadPump(way.send, in_flight=2)
     pump.put(BUCKETS[0], ())
     way.gates[1].set()
     threading.Timer(0.05, way.gates[0].set).start()

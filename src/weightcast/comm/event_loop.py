@@ -77,12 +77,13 @@ def run(work: Coroutine[Any, Any, _Result]) -> _Result:
 
 def run_each(works: Sequence[Coroutine[Any, Any, Any]]) -> list[BaseException | None]:
     """Runs coroutines at once, waits for all and returns each one's error, in order."""
+    return run(together(works)) if works else []
 
-    async def gathered() -> list[BaseException | None]:
-        outcomes = await asyncio.gather(*works, return_exceptions=True)
-        return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
 
-    return run(gathered()) if works else []
+async def together(works: Sequence[Coroutine[Any, Any, Any]]) -> list[BaseException | None]:
+    """As ``run_each``, on the loop."""
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
 
 
 def submit(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[Future[_Result]]:
@@ -98,6 +99,14 @@ def submit(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[Future[_Result
 
     running.loop.call_soon_threadsafe(start)
     return futures
+
+
+def flush() -> None:
+    """Returns once all that was submitted has sent what it can send without an answer.
+
+    A caller that keeps the lock of Python for long would keep the loop's thread from sending.
+    """
+    run(asyncio.sleep(0))
 
 
 def call(do: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:

@@ -100,6 +100,7 @@ class Roster:
         """Starts probes without waiting and returns the moment, for the ``since`` of ``look``."""
         asked_at = time.monotonic()
         self._probes.ask_ahead(urls, waited_s=0.0)
+        event_loop.flush()
         return asked_at
 
     def look(

@@ -6,7 +6,6 @@ every engine's failure and raises one error.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -69,11 +68,15 @@ def try_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[
     return event_loop.run_each([do(link) for link in links])
 
 
+async def each_on_loop(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> None:
+    """As ``run_each``, on the event loop."""
+    raise_together(await event_loop.together([do(link) for link in links]))
+
+
 def start_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> list[Future[object]]:
     """Starts ``do`` on every link; returns once each has sent what it can send without an answer."""
     started = event_loop.submit([do(link) for link in links])
-    # A caller that keeps the lock of Python for long would keep the loop's thread from sending.
-    event_loop.run(asyncio.sleep(0))
+    event_loop.flush()
     return started
 
 

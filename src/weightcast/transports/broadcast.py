@@ -26,7 +26,7 @@ from weightcast.transports.blame import raise_together
 from weightcast.transports.cells import MANY_RANKS, divide
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.pump import Pumped
+from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import MAX_GROUP
@@ -59,7 +59,7 @@ class BroadcastTransport(Pumped):
             mends: True if a cell that fails is kept for ``rebuild``, if it can be rebuilt.
         """
         in_flight = in_flight or in_flight_to(links)
-        super().__init__(self._send_one, in_flight=in_flight)
+        super().__init__(ThreadPump(self._send_one, in_flight=in_flight))
         if any(link.near for link in links):
             self.name = BY_RANK.name
         self._device = device

@@ -31,7 +31,7 @@ from weightcast.comm.torch_reductions import reduced_storage
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, WeightcastError
 from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
-from weightcast.transports.pump import Pumped
+from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import TransportSpec
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
@@ -60,7 +60,7 @@ class CheckpointEngineTransport(Pumped):
 
     def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
         """Nothing is sent yet; raises ConfigError if pyzmq is not installed, or there is no place for sockets."""
-        super().__init__(self._send_one)
+        super().__init__(ThreadPump(self._send_one))
         zmq = _zmq()
         self._folder = _folder_for_sockets()
         self._context = zmq.Context()

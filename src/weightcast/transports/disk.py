@@ -29,7 +29,7 @@ from weightcast.errors import ConfigError
 from weightcast.protocols import FromFolder
 from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, tell
-from weightcast.transports.pump import Pumped
+from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import SAFETENSORS, TensorSpec, total_bytes
@@ -61,7 +61,7 @@ class DiskTransport(Pumped):
         The checkpoint folder goes into ``folder``, under its path for trainer and engines, None the one for temporary
         files.  ConfigError says that it is no folder or too full.  The targets' adapters are ``FromFolder``.
         """
-        super().__init__(self._write)
+        super().__init__(ThreadPump(self._write))
         self._links = list(links)
         self._specs = tuple(specs)
         self._root = Path(folder or tempfile.gettempdir()).absolute()

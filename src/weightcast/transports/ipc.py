@@ -8,11 +8,13 @@ and posts them with each bucket: to an engine those of its own host.  An engine 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
+from weightcast.comm import event_loop
 from weightcast.comm.shared_buckets import Shared
-from weightcast.transports.blame import run_each
+from weightcast.transports.blame import each_on_loop
 from weightcast.transports.link import Link, in_flight_to, leave_all, tell
-from weightcast.transports.pump import Pumped
+from weightcast.transports.pump import Pump, Pumped
 from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.bucket import Bucket
 
@@ -27,14 +29,17 @@ class IpcTransport(Pumped):
         self._links = list(links)
         self._timeout_s = timeout_s
         in_flight = in_flight or in_flight_to(self._links)
-        super().__init__(self._send_one, in_flight=in_flight)
+        super().__init__(Pump(self._start_one, in_flight=in_flight))
 
     def _end(self) -> None:
         super()._end()
         leave_all(self._links)
 
-    def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        run_each(lambda link: self._tell(link, bucket, shared), self._links)
+    def _start_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> Future[None]:
+        tell_each = each_on_loop(lambda link: self._tell(link, bucket, shared), self._links)
+        (sent,) = event_loop.submit([tell_each])
+        event_loop.flush()
+        return sent
 
     async def _tell(self, link: Link, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         await tell(

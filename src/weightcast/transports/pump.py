@@ -1,6 +1,6 @@
 """The part that every transport shares: one bucket is sent while the next one fills.
 
-``send`` hands a bucket to a thread and returns when the buffer of the bucket before it may be filled again.  So the
+``send`` starts to send a bucket and returns when the buffer of the bucket before it may be filled again.  So the
 caller fills one buffer while the other one is sent, and at most two buckets are in flight.  An engine that allows it
 gets the announcement of a bucket while it still reads the bucket before, which hides the network's latency.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -18,27 +19,27 @@ from weightcast.transports.blame import raise_together
 from weightcast.wire.bucket import Bucket
 
 SendOne = Callable[[Bucket, "tuple[Shared, ...]"], None]
+StartOne = Callable[[Bucket, "tuple[Shared, ...]"], "Future[None]"]
 MAX_IN_FLIGHT = 2  # as many as there are buffers
 
 
 class Pump:
-    """Runs ``send_one`` for each bucket: in order, one after the other or two at a time."""
+    """Sends each bucket by ``start_one``: in order, one after the other or two at a time."""
 
-    def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
-        """Sends nothing yet; ``send_one`` returns when the bucket's buffer may be filled again.
+    def __init__(self, start_one: StartOne, *, in_flight: int = 1) -> None:
+        """Sends nothing yet; the future of ``start_one`` ends when the bucket's buffer may be filled again.
 
-        ``in_flight`` is 2 if it may be called for a bucket before it has returned for the bucket before.
+        ``in_flight`` is 2 if a bucket may be started before the future of the bucket before has ended.
         """
-        self._send_one = send_one
+        self._start_one = start_one
         self._in_flight = min(in_flight, MAX_IN_FLIGHT)
-        self._threads = ThreadPoolExecutor(max_workers=self._in_flight, thread_name_prefix="weightcast-send")
         self._sending: deque[Future[None]] = deque()
 
     def put(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         """Starts to send a bucket, and waits for the one before; its error names every target that failed."""
         if self._in_flight == 1:
             self.drain()
-        self._sending.append(self._threads.submit(self._send_one, bucket, shared))
+        self._sending.append(self._start_one(bucket, shared))
         while len(self._sending) > 1:
             self._read_first()
 
@@ -62,16 +63,29 @@ class Pump:
             self._sending.popleft().exception()
 
     def close(self) -> None:
-        """Ends the threads; safe to call twice."""
+        """Waits for all buckets in flight, and ends threads; safe to call twice."""
         self.settle()
+
+
+class ThreadPump(Pump):
+    """Sends each bucket by a function that blocks until the bucket's buffer may be filled again."""
+
+    def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
+        """The arguments are as for ``Pump``."""
+        self._threads = ThreadPoolExecutor(max_workers=MAX_IN_FLIGHT, thread_name_prefix="weightcast-send")
+        super().__init__(partial(self._threads.submit, send_one), in_flight=in_flight)
+
+    def close(self) -> None:
+        """As ``Pump.close``."""
+        super().close()
         self._threads.shutdown(wait=True)
 
 
 class Pumped:
     """A ``Transport`` that needs no group and sends one bucket at a time by the pump; subclasses have what is more."""
 
-    def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
-        self._pump = Pump(send_one, in_flight=in_flight)
+    def __init__(self, pump: Pump) -> None:
+        self._pump = pump
         self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until a thread has waited for it
         self._closed = False
 

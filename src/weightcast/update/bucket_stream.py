@@ -84,18 +84,22 @@ class Filling:
     Attributes:
         lent: The zero-copy tensors of each bucket; empty if there are none.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
+        mapped: On the head, the handles to all ranks' own memory, for each bucket that engines read there.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
         filled: Number of buckets that were filled at least once, and so are in ``sources``.
+        summed: True once this rank has summed the weights that engines read where they lie.
         sums: Sums of the slots of each bucket that was sent, if they are asked for, on ranks other than the head.
     """
 
     plan: SendPlan
     lent: Sequence[Mapping[str, torch.Tensor]]
     sources: SourceSums | None
+    mapped: Sequence[Sequence[Shared]] = ()
     buckets: _Filled = field(default_factory=lambda: iter(()))
     next: int = 0
     filled: int = 0
     sent: int = 0
+    summed: bool = False
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
 
@@ -237,16 +241,23 @@ class BucketStream:
                 exporter.plan(layouts, self._group, use)
 
     def begin(self) -> Filling:
-        """Begins one attempt, with the weights as they lie now.  Collective: every trainer rank calls it."""
+        """Begins one attempt, with the weights as they lie now.  Collective: every trainer rank calls it.
+
+        The head has asked the engines what they serve, and they answer meanwhile.
+        """
         lent = self._lend()
         self.exchange.begin()
-        return Filling(plan=self._plan_of(lent), lent=lent, sources=SourceSums() if self._verifies else None)
+        sources = SourceSums() if self._verifies else None
+        mapped = [self._gather_mapped(self._look_at_mapped(one)) for one in self._layouts[: self._num_mapped]]
+        return Filling(plan=self._plan_of(lent), lent=lent, sources=sources, mapped=mapped)
 
     def start(self, filling: Filling) -> None:
         """Fills the first buckets where no other rank is needed: one on the host, and as many as there are on a GPU.
 
-        The engines open their sessions meanwhile.
+        A GPU sums the weights that engines will read there.  The engines open their sessions meanwhile.
         """
+        if self._exporter.device.type == "cuda":
+            self._sum_mapped(filling)
         buckets = self._fill(filling)
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
@@ -400,7 +411,7 @@ class BucketStream:
                 filling.sums.append(filling.plan.sums.of(bucket))
             mapped = layout.index < self._num_mapped
             if mapped:
-                parts, shared = (), self._gather_mapped(self._look_at_mapped(layout))
+                parts, shared = (), filling.mapped[index]
             else:
                 parts = self._served.look(bucket) if self._choice.scattered and bucket is not None else ()
                 shared = self._gather_shared(layout, slot, parts, self._pack(bucket, slot, parts))
@@ -410,8 +421,8 @@ class BucketStream:
                 if self._progress is not None and not head.failed and index == filling.sent:
                     self._progress(sum(self._payload_bytes[: index + 1]), sum(self._payload_bytes))
             filling.sent = max(filling.sent, index + 1)
-            if mapped and filling.sources is not None:
-                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)  # while engines read
+            if mapped:
+                self._sum_mapped(filling)  # while engines read
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
                 legs = self._choice.leg_hosts
@@ -419,6 +430,13 @@ class BucketStream:
                 self._sent_since(began)
             index += 1
         return not self._choice.exchanges or self._end_exchange()
+
+    def _sum_mapped(self, filling: Filling) -> None:
+        """Sums the weights that engines read where they lie; once in an attempt."""
+        if filling.sources is not None and not filling.summed:
+            for layout in self._layouts[: self._num_mapped]:
+                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
+        filling.summed = True
 
     def _next(self, index: int) -> bytes:
         """The head's word on the bucket that every rank sends next; the argument is the one that would be next."""
