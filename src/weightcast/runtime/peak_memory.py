@@ -60,8 +60,8 @@ class PeakMemory:
             for other in _open:
                 other._observe()
             _reset(self._device)
-            self._start_bytes = self._peak_bytes = _current_bytes(self._device)
-            self._start_file_bytes = _file_bytes(self._device)
+            self._start_bytes, self._start_file_bytes = _look(self._device, "VmRSS", "current")
+            self._peak_bytes = self._start_bytes
             self._running = True
             _open.append(self)
         return self
@@ -75,8 +75,9 @@ class PeakMemory:
                 _Sampler.stop()
 
     def _observe(self) -> None:
-        came_in = max(_file_bytes(self._device) - self._start_file_bytes, 0)
-        self._peak_bytes = max(self._peak_bytes, _high_water_bytes(self._device) - came_in)
+        found, file_bytes = _look(self._device, "VmHWM", "peak")
+        came_in = max(file_bytes - self._start_file_bytes, 0)
+        self._peak_bytes = max(self._peak_bytes, found - came_in)
 
 
 def _reset(device: torch.device) -> None:
@@ -89,38 +90,24 @@ def _reset(device: torch.device) -> None:
         _Sampler.start()
 
 
-def _high_water_bytes(device: torch.device) -> int:
+def _look(device: torch.device, field: str, which: str) -> tuple[int, int]:
+    """Bytes in use, and those of resident pages of mapped files without shared memory: 0 if the kernel does not tell.
+
+    ``field`` names the figure in Linux's status of a process, ``which`` that of torch's allocator.
+    """
     if device.type == "cuda":
-        return _allocated_bytes(device, "peak")
+        return _allocated_bytes(device, which), 0
+    status = {name: rest for name, _, rest in (line.partition(":") for line in _STATUS.read_text().splitlines())}
+    found = {name: int(status[name].split()[0]) * 1024 for name in (field, "RssFile") if name in status}
     if _Sampler.running():
-        return max(_Sampler.peak_bytes, _current_bytes(device))
-    return _status_bytes("VmHWM")
-
-
-def _current_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return _allocated_bytes(device, "current")
-    if _Sampler.running():
-        return _statm_bytes()
-    return _status_bytes("VmRSS")
-
-
-def _file_bytes(device: torch.device) -> int:
-    """Resident pages of mapped files, without shared memory; 0 where the kernel does not tell."""
-    return _status_bytes("RssFile", default=0) if device.type == "cpu" else 0
+        found[field] = max(_Sampler.peak_bytes, _statm_bytes()) if which == "peak" else _statm_bytes()
+    return found[field] if field in found else _statm_bytes(), found.get("RssFile", 0)
 
 
 def _allocated_bytes(device: torch.device, which: str) -> int:
     """Reads one figure; ``torch.cuda.memory_allocated`` would flatten and sort hundreds for it."""
     found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
     return found.get(which, 0)
-
-
-def _status_bytes(field: str, *, default: int | None = None) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return _statm_bytes() if default is None else default
 
 
 def _statm_bytes() -> int:
