@@ -87,7 +87,6 @@ class Filling:
         mapped: On the head, the handles to all ranks' own memory, for each bucket that engines read there.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
         filled: Number of buckets that were filled at least once, and so are in ``sources``.
-        summed: True once this rank has summed the weights that engines read where they lie.
         sums: Sums of the slots of each bucket that was sent, if they are asked for, on ranks other than the head.
     """
 
@@ -99,7 +98,6 @@ class Filling:
     next: int = 0
     filled: int = 0
     sent: int = 0
-    summed: bool = False
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
 
@@ -254,10 +252,8 @@ class BucketStream:
     def start(self, filling: Filling) -> None:
         """Fills the first buckets where no other rank is needed: one on the host, and as many as there are on a GPU.
 
-        A GPU sums the weights that engines will read there.  The engines open their sessions meanwhile.
+        The engines open their sessions meanwhile.
         """
-        if self._exporter.device.type == "cuda":
-            self._sum_mapped(filling)
         buckets = self._fill(filling)
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
@@ -421,8 +417,9 @@ class BucketStream:
                 if self._progress is not None and not head.failed and index == filling.sent:
                     self._progress(sum(self._payload_bytes[: index + 1]), sum(self._payload_bytes))
             filling.sent = max(filling.sent, index + 1)
-            if mapped:
-                self._sum_mapped(filling)  # while engines read
+            if mapped and filling.sources is not None:
+                # While engines read: before that, their copy would wait for a GPU that they share.
+                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
                 legs = self._choice.leg_hosts
@@ -430,13 +427,6 @@ class BucketStream:
                 self._sent_since(began)
             index += 1
         return not self._choice.exchanges or self._end_exchange()
-
-    def _sum_mapped(self, filling: Filling) -> None:
-        """Sums the weights that engines read where they lie; once in an attempt."""
-        if filling.sources is not None and not filling.summed:
-            for layout in self._layouts[: self._num_mapped]:
-                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
-        filling.summed = True
 
     def _next(self, index: int) -> bytes:
         """The head's word on the bucket that every rank sends next; the argument is the one that would be next."""
