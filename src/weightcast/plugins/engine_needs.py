@@ -49,7 +49,7 @@ class EngineNeeds:
         return " and ".join(self.run_versions)
 
     def check(self, needed: Mapping[str, tuple[str, ...]]) -> None:
-        """Looks for functions and classes (``module:path``) and their parameters; ``ConfigError`` names what is missing."""
+        """Looks for functions and classes (``module:path``) and their parameters; ``ConfigError`` names all that lack."""
         wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
         if wrong:
             raise self.other_version(wrong)
