@@ -65,7 +65,6 @@ def _by_host(shared: Sequence[Shared]) -> tuple[RanksMemory, ...]:
 
 
 def _legs(shared: Sequence[Shared], group: str | None) -> LegsSource:
-    """The legs to each set of ranks."""
     legs: dict[tuple[int, ...], list[Leg]] = {}
     for item in shared:
         legs.setdefault(item.ranks, []).append(Leg(parts=item.parts, handle=item.memory))

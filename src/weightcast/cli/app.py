@@ -28,7 +28,6 @@ class _Group(TyperGroup):
     """Prints errors as one line and a hint."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> NoReturn:
-        """Parses the arguments, runs the command and exits."""
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except (KeyboardInterrupt, typer.Abort):
@@ -45,7 +44,6 @@ class _Group(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command and prints an expected error as one line."""
         try:
             return super().invoke(ctx)
         except (WeightcastError, OSError) as error:

@@ -198,11 +198,7 @@ def _is_https(url: str) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Checks that a file can be written, before anything long begins.
-
-    Raises:
-        ConfigError: Its folder does not exist, or the file or folder is not writable.
-    """
+    """Checks, before anything long begins, that a file can be written; ``ConfigError`` if not."""
     folder = path.parent
     if path.is_dir():
         raise ConfigError(f"{path} is a folder", hint="name a file in it")

@@ -253,7 +253,6 @@ def _without_the_line_of_failure() -> Generator[None]:
 
 
 def _write(report: UpdateReport, trace: Path | None, html: Path | None) -> None:
-    """Writes the files that were asked for."""
     if trace is not None:
         note(f"{report.to_perfetto(trace)}: open it at https://ui.perfetto.dev")
     if html is not None:

@@ -140,7 +140,6 @@ def table_of(found: Sequence[Observation], rates: TokenRates, *, width: int) -> 
 
 
 def _cells(found: Observation, newest: int | None, tokens_per_s: float | None) -> dict[str, str]:
-    """Returns the row of an engine, by column."""
     return {
         "engine": found.url.removeprefix("http://"),
         "state": found.state,
@@ -154,7 +153,6 @@ def _cells(found: Observation, newest: int | None, tokens_per_s: float | None) -
 
 
 def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
-    """Returns the columns that fit into a terminal."""
     widths = {name: max([len(name), *(len(row[name]) for row in rows)]) for name in _COLUMNS}
     shown: list[str] = list(_COLUMNS)
     for name in _LEFT_OUT_FIRST:

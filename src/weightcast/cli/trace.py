@@ -86,11 +86,7 @@ def trace(
 
 
 def read_reports(path: Path) -> list[bytes]:
-    """Reads the reports of a file, as JSON: one document, or one on each line.
-
-    Raises:
-        ConfigError: The file cannot be read, or has none.
-    """
+    """Reads the reports of a file, as JSON: one document, or one on each line; ``ConfigError`` if it has none."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
@@ -118,7 +114,6 @@ def read_reports(path: Path) -> list[bytes]:
 
 
 def _documents(data: bytes) -> Sequence[bytes]:
-    """Splits a file into documents."""
     try:
         msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):

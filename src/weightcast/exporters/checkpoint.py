@@ -126,7 +126,6 @@ class CheckpointExporter:
 
     @property
     def device(self) -> torch.device:
-        """Device for the buckets of these weights."""
         return self._device
 
     def specs(self) -> Sequence[TensorSpec]:

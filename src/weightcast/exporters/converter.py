@@ -97,7 +97,6 @@ class BridgeExporter:
 
     @property
     def device(self) -> torch.device:
-        """Device for the buckets of these weights."""
         return self._device
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -152,7 +151,6 @@ class BridgeExporter:
             self._end()
 
     def _steps(self, layout: BucketLayout) -> list[_Step]:
-        """The steps of a bucket, worked out once for each layout."""
         known = self._plans.get(layout.index)
         if known is None or known[0] != layout:
             known = self._plans[layout.index] = layout, [self._step(slot) for slot in layout.slots]

@@ -178,7 +178,6 @@ class Fp8Blocks(Fp8Format):
 
     @property
     def multiplies(self) -> bool:
-        """Implements the base's method."""
         return self.reciprocal
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -215,11 +214,9 @@ class _Coarse(Fp8Format):
 
     @property
     def multiplies(self) -> bool:
-        """Implements the base's method."""
         return self.reciprocal
 
     def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
-        """Implements the base's method."""
         divide(maxima, _MOST)
         if self.reciprocal:
             maxima.clamp_(min=_LEAST_SCALE)

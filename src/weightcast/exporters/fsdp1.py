@@ -67,7 +67,6 @@ class _FlatTensors(GatheredTensors):
         self._unit_of = [unit_of[id(place.module)] for place in self.places]
 
     def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """Implements ``PlacedTensors.gathered_shape``."""
         return self._shapes.get((id(place.module), place.attribute))
 
     def _find_units(
@@ -95,7 +94,6 @@ class _FlatTensors(GatheredTensors):
 
     @contextmanager
     def gathered(self, numbers: Sequence[int]) -> Generator[None]:
-        """Implements ``GatheredTensors.gathered``."""
         wanted = {id(self._unit_of[number]) for number in numbers}
         with ExitStack() as stack:
             for unit in self._units:  # in one order on every rank

@@ -291,7 +291,6 @@ class Gatherer:
     def _outgoing(
         self, parcel: Parcel, bucket: Bucket | None, group: TrainerGroup, scratch: _Scratch, taker: Taker | None
     ) -> torch.Tensor:
-        """The contiguous tensor that this rank sends."""
         if not parcel.source_scratch_bytes and bucket is not None and is_one_run(parcel.box.shape, parcel.slot.shape):
             return region(bucket, parcel.slot, parcel.box)  # cast and in place already
         held = self._held.find(parcel.slot.spec.name, parcel.box)

@@ -58,7 +58,6 @@ class Seen:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Address of the first element of each, in order."""
         return self.place.addresses
 
 
@@ -84,7 +83,6 @@ class InMemory:
 
     @property
     def origin(self) -> torch.Tensor:
-        """The part itself."""
         return self.memory
 
     def write(self, box: Box, out: torch.Tensor) -> None:
@@ -99,7 +97,6 @@ class Computed:
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """As ``Held.memory``."""
         return None
 
 

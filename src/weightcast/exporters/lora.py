@@ -233,7 +233,6 @@ class Merger:
         return tuple(found)
 
     def _name_of(self, numbered: str) -> str:
-        """The name of an adapter's tensor, which travels with its number before it."""
         return self._tensors.places[int(numbered.partition(":")[0])].name
 
     def held(self, source: int, segment: Segment, box: Box, part: tuple[Box, torch.Tensor]) -> Held:
@@ -255,7 +254,6 @@ class Merger:
         return (b[rows] @ a[:, columns]).mul_(delta.scale)
 
     def _bucket(self, layout: BucketLayout, numbers: Sequence[int]) -> _BucketAdapters:
-        """The adapters of a bucket, whose weights have these numbers."""
         known = self._buckets.get(layout.index)
         if known is None or known.layout != layout:
             adapters = self._adapters(layout, numbers)
@@ -314,7 +312,6 @@ class _Merged(_OfWeight):
     merger: Merger
 
     def write(self, box: Box, out: torch.Tensor) -> None:
-        """Adds the adapters and casts, some rows at a time."""
         for piece in rows_of(box, CHUNK_ELEMENTS):
             stored = self.segment.source_box(piece)
             merged = self.part[1][slices(stored, self.part[0].offset)]
@@ -331,7 +328,6 @@ class _MadeByPeft(_OfWeight):
     layers: LayerMerges
 
     def write(self, box: Box, out: torch.Tensor) -> None:
-        """Copies the merged values and casts."""
         self.layers.write(self.source, self.segment, box, out)
 
 

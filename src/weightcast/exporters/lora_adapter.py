@@ -130,7 +130,6 @@ class _Scaled(Computed):
     scale: float
 
     def write(self, box: Box, out: torch.Tensor) -> None:
-        """Multiplies in the tensor's own dtype, then casts."""
         out.copy_(self.origin[slices(box, self.box.offset)] * self.scale)
 
 

@@ -191,7 +191,6 @@ class NamedExporter(GatheringExporter):
 
     @contextmanager
     def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
-        """Prepares adapters and scales for one bucket, and frees them."""
         with self._tensors.looking():
             self._prepare(group)
             try:
@@ -225,7 +224,6 @@ class NamedExporter(GatheringExporter):
         return replace(folded, mismatches=(*found, *folded.mismatches))
 
     def _local(self, number: int) -> list[Held]:
-        """This rank's parts of a tensor, before quantisation."""
         found: list[Held] = []
         for segment in self._arranged[number].segments:
             part = self._tensors.part(segment.source)

@@ -107,7 +107,6 @@ class PlacedTensors:
 
     @property
     def stored(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and whole shape of each tensor."""
         return [(place.name, place.shape) for place in self.places]
 
     def tensor(self, number: int) -> torch.Tensor:
@@ -212,7 +211,6 @@ class WatchedTensors:
         self._earlier = {places.addresses: places}
 
     def _find(self) -> list[torch.Tensor]:
-        """The tensors as the modules have them now."""
         if self._owner.imagines():
             return list(map(self._owner.tensor, self._numbers))
         if not self._known or not all(map(operator.is_, map(dict.get, self._attributes, self._kinds), self._known)):

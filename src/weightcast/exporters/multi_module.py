@@ -84,12 +84,10 @@ class ComposedExporter:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first part's weights."""
         return next(iter(self.parts.values())).exporter.device
 
     @property
     def refills(self) -> bool:
-        """As ``Refilling.refills``."""
         return all(isinstance(part.exporter, Refilling) and part.exporter.refills for part in self.parts.values())
 
     def specs(self) -> Sequence[TensorSpec]:

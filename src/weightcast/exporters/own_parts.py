@@ -77,7 +77,6 @@ class _Copy(NamedTuple):
     own: int
 
     def transfer(self, source: torch.Tensor, flat: Flat) -> Transfer:
-        """The copy, summed on its way."""
         target = flat.region(self.dtype, self.view.shape, self.target_stride, self.target_offset, as_bits=False)
         return Transfer(piece=self.view.piece(source), target=target, total=self.own)
 
@@ -86,7 +85,6 @@ class _ComputedSums:
     """The sums of computed values, where they have been written into a bucket."""
 
     def __init__(self, layout: BucketLayout, parts: Sequence[OwnPart], device: torch.device) -> None:
-        """Takes the parts whose values this rank sums."""
         self._parts = parts
         self._places = torch.tensor([own.place for own in parts], dtype=torch.int64)
         pieces = self._pieces(Bucket(layout, flat_stand_in(layout.size_bytes)))
@@ -310,7 +308,6 @@ class OwnParts:
         return views
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums of slots from those of own parts."""
         count = len(self._layout.slots)
         if self._one_each:
             return sums

@@ -80,12 +80,10 @@ class _Blocks:
 
     @staticmethod
     def of(shape: tuple[int, ...], form: Fp8Format) -> _Blocks:
-        """The blocks of a weight."""
         return _Blocks(shape, *form.block_of(shape), form.scale_shape(shape))
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
-        """Shape of the grid."""
         return (*self.shape[:-2], -(-self.shape[-2] // self.rows), -(-self.shape[-1] // self.columns))
 
     def touched(self, box: Box) -> Box:
@@ -337,7 +335,6 @@ class Quantiser:
         return Box(offset=(*box.offset[:-1], box.offset[-1] // packs), shape=(*box.shape[:-1], box.shape[-1] // packs))
 
     def _sets(self, sources: Iterable[int]) -> list[str]:
-        """Names of the sets of weights that share an overall scale with one of these."""
         return list(dict.fromkeys(self._form.joined(self._wide[source].name) for source in sources))
 
     def _most_of_joined(self, sources: Collection[int], device: torch.device) -> torch.Tensor:

@@ -279,13 +279,8 @@ _Digits = tuple[list[list[tuple[int, int]]], list[int], int]
 def _digits(offset: int, axes: tuple[tuple[int, int, int], ...], chain: tuple[int, ...]) -> _Digits:
     """Expresses one side of a copy, over the storage between two copies, as boxes of digits.
 
-    Args:
-        offset: First element in that storage.
-        axes: (extent, step in that storage, step on the other side).
-        chain: Values of the digits, lowest first.
-
-    Returns:
-        Boxes, as (first, extent) for each digit.  The step on the other side for each digit.  The other side's offset.
+    Each of ``axes`` is (extent, step in that storage, step on the other side).  ``chain`` has the values of the digits,
+    lowest first.  Returns boxes, (first, extent) for each digit; the step on the other side for each; its offset.
     """
     axes = tuple(sorted(axes, key=lambda axis: axis[1]))
     place = {step: level for level, step in enumerate(chain)}

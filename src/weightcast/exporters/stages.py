@@ -107,13 +107,10 @@ class _StageTensors(PlacedTensors):
         self._settle()
 
     def holds(self, number: int) -> bool:
-        """True for a tensor that one of this rank's stages has."""
         return number in self._held
 
     def model_tensor(self, number: int) -> torch.Tensor:
-        """The tensor of the whole model."""
         return self._whole[number]
 
     def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
-        """This rank's shard of a tensor; None if it is in no stage of this rank."""
         return super().part(number) if number in self._held else None

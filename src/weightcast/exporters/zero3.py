@@ -50,11 +50,9 @@ class _PartitionedTensors(GatheredTensors):
     """Tensors of which DeepSpeed shows each whole while it is gathered, and empty otherwise."""
 
     def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """Implements ``PlacedTensors.gathered_shape``."""
         return _whole_shape(tensor)
 
     def gathered(self, numbers: Sequence[int]) -> AbstractContextManager[object]:
-        """Implements ``GatheredTensors.gathered``."""
         deepspeed: Any = sys.modules["deepspeed"]
         tensors = [self.tensor(number) for number in numbers]
         return deepspeed.zero.GatheredParameters([one for one in tensors if _whole_shape(one) is not None])

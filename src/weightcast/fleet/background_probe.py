@@ -153,7 +153,6 @@ class BackgroundProbe(Generic[Answer]):
 
 
 async def _wait(answered: asyncio.Event, limit_s: float) -> None:
-    """Waits for an event, at most so many seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await answered.wait()

@@ -103,7 +103,6 @@ class Fleet:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Targets that serve the fleet's version in full, in order."""
         return tuple(url for url, entry in self._entries.items() if self._is_active(entry))
 
     def state(self, url: str) -> TargetState:

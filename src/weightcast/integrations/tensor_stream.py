@@ -199,12 +199,7 @@ class StreamReceiver:
     """
 
     def __init__(self, group: UpdateGroup, *, timeout_s: float) -> None:
-        """Allocates nothing yet.
-
-        Args:
-            group: The group; this process is not its rank 0.
-            timeout_s: Deadline of each broadcast, in seconds.
-        """
+        """Allocates nothing yet."""
         self.version: int | None = None
         self._group = group
         self._timeout_s = timeout_s

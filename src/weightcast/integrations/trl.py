@@ -151,7 +151,7 @@ def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:
-    """Sampling settings of a request.  A setting that changes nothing is left out, for engines that do not know it."""
+    """A setting that changes nothing is left out, for engines that do not know it."""
     args = trainer.args
     neutral: Sequence[tuple[str, Any, Any]] = (
         ("top_p", args.top_p, 1.0),

@@ -34,9 +34,7 @@ class UpdateTarget(Protocol):
     """The fields of xtuner's ``RolloutWeightUpdateTarget`` that matter here."""
 
     @property
-    def server_url(self) -> str:
-        """URL of the rollout server."""
-        ...
+    def server_url(self) -> str: ...
 
     @property
     def lifecycle_state(self) -> str:

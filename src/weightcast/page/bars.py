@@ -125,7 +125,6 @@ def stacks(
 
 
 def _gutter(names: Iterable[str], width: float) -> float:
-    """Returns the room in front of the bars for their labels, in pixels."""
     return min(width * 0.42, max((len(name) for name in names), default=0) * _LETTER + 18)
 
 

@@ -50,7 +50,6 @@ class _Plot:
 
     @functools.cached_property
     def marks(self) -> list[float]:
-        """Values of the grid."""
         return ticks(self.high)
 
     @functools.cached_property
@@ -67,7 +66,6 @@ class _Plot:
         return _HEIGHT - _BOTTOM
 
     def vertical(self) -> Scale:
-        """Draws the grid with its labels and returns the vertical scale."""
         scale = Scale(0.0, self.marks[-1], self.bottom, _TOP)
         for mark in self.marks:
             y = scale(mark)
@@ -103,7 +101,6 @@ def lines(
     """Plots a line for each series.
 
     Args:
-        steps: Values under the plot, ascending.
         series: Values of each series, one for each step; None where it has none.
         high: Least upper end of the vertical axis.
     """
@@ -176,7 +173,6 @@ def columns(
     """Plots a stacked column for each step; more than 120 steps are averaged in groups.
 
     Args:
-        steps: Values under the plot, ascending.
         parts: Values of each part from the bottom to the top, one for each step.
         marks: A further value of each step, drawn as a line across its column; empty for none.
     """

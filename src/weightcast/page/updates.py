@@ -63,12 +63,10 @@ class ReportView(msgspec.Struct, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """True if every target serves the new version."""
         return all(row.status == "serving" and row.version_after == self.version for row in self.targets)
 
     @property
     def stall_s(self) -> float:
-        """The longest stall of any target, in seconds."""
         return max((row.stall_s for row in self.targets), default=0.0)
 
 

@@ -45,11 +45,10 @@ class EngineNeeds:
 
     @property
     def run_in_words(self) -> str:
-        """The versions in which our code was run."""
         return " and ".join(self.run_versions)
 
     def check(self, needed: Mapping[str, tuple[str, ...]]) -> None:
-        """Looks for functions and classes (``module:path``) and their parameters; ``ConfigError`` names all that lack."""
+        """Looks for functions, classes (``module:path``) and their parameters; ``ConfigError`` names those missing."""
         wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
         if wrong:
             raise self.other_version(wrong)

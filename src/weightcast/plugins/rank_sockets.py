@@ -93,11 +93,7 @@ class SocketRanks(ConnectedRanks):
     """The executor in an engine's API server; see ``receiver.executor.Executor``."""
 
     def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
-        """Connects to ranks that listen in the folder or come to the reception.
-
-        Raises:
-            EngineFailure: A rank neither listens nor comes.
-        """
+        """Connects to ranks that listen in the folder or come to the reception; ``EngineFailure`` without one."""
         super().__init__()
         self.tp_size = world_size
         self.hellos: list[Hello] = []

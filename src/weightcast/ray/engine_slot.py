@@ -36,7 +36,6 @@ class Look:
 
     @property
     def why(self) -> str:
-        """Reason why the engine is not healthy."""
         if self.exit_code is None:
             return self.words
         return f"it ended with exit code {self.exit_code}; its last output:\n{self.words}"

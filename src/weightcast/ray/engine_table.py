@@ -57,7 +57,6 @@ class EngineTable:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """URLs of the engines that serve the current version."""
         return tuple(member.url for member in self.members if member.state == "serving")
 
     def targets(self, *states: State) -> tuple[Target, ...]:

@@ -220,7 +220,7 @@ class Batch:
         self._moves.clear()
 
     def _remove_running(self, sequence: TokenSequence) -> None:
-        """Removes a request and moves the last slot into the gap."""
+        """Moves the last slot into the gap."""
         slot = next(place for place, other in enumerate(self.running) if other is sequence)
         last = self.running.pop()
         if last is not sequence:
@@ -256,7 +256,6 @@ def _sampling(sequences: Sequence[TokenSequence]) -> Sampling:
 
 
 def _shift(row: int, sequence: TokenSequence) -> Shift | None:
-    """The changes of a request's logits, or None if it asks for none."""
     request = sequence.generation.request
     repetition = request.repetition_penalty
     penalised = repetition != 1 or request.frequency_penalty != 0 or request.presence_penalty != 0

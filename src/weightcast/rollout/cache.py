@@ -58,7 +58,6 @@ class SlotCache(Cache):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the cache while it is allocated, in bytes."""
         return math.prod(self._shape) * self._dtype.itemsize
 
     def allocate(self) -> None:

@@ -97,11 +97,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder.
-
-    Raises:
-        ConfigError: The folder has none, or their index cannot be read.
-    """
+    """The safetensors files of a model folder; ``ConfigError`` if it has none, or their index cannot be read."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -44,11 +44,7 @@ class RolloutEngine:
         return receiver if receiver == "updating" else stats.state
 
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Log-probability of each token but the first, all under one version of the weights.
-
-        Raises:
-            Refused: An update has paused the engine, or left it quarantined.
-        """
+        """Log-probability of each token but the first, under one version; ``Refused`` while an update pauses it."""
         if self.receiver is not None and self.receiver.state == "quarantined":
             raise Refused("this engine is quarantined: its weights may be a mixture of two versions")
         return self.scheduler.score(token_ids, during_update=False)

@@ -342,7 +342,6 @@ class _Config(uvicorn.Config):
         self._trust = trust
 
     def load(self) -> None:
-        """Loads the settings, then sets the TLS context."""
         super().load()
         self.ssl = self._trust
 
@@ -356,13 +355,11 @@ class _Server(uvicorn.Server):
         self._stopping = stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to accept, then calls ``ready``."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends all generations, so that their connections end too."""
         await run_in_threadpool(self._stopping)
         await super().shutdown(sockets)
 

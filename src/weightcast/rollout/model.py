@@ -53,7 +53,6 @@ class _Place:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
         return tuple(self.length if dim == self.dim else size for dim, size in enumerate(self.shape))
 
 
@@ -206,7 +205,6 @@ class ReferenceModel(nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         config = self.config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 

@@ -34,12 +34,10 @@ class Piece:
 
     @property
     def tokens(self) -> list[int]:
-        """The piece's own tokens."""
         return self.answer.tokens[self.start :]
 
     @property
     def scored(self) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-        """The piece's own tokens, with their log-probabilities and alternatives."""
         answer, start = self.answer, self.start
         return zip(answer.tokens[start:], answer.logprobs[start:], answer.top[start:], strict=True)
 
@@ -146,12 +144,10 @@ def _spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
 
 
 def _versions(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The response fields with the weight versions."""
     return {"weight_version": max(answer.version for answer in answers), "weight_versions": _spans(answers)}
 
 
 def _completion_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
-    """The ``logprobs`` of a completion's choice."""
     scored = list(piece.scored)
     words = [_piece(text, token) for token, _, _ in scored]
     top = [{_piece(text, token): value for token, value in others} for _, _, others in scored]
@@ -164,7 +160,6 @@ def _completion_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
 
 
 def _chat_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
-    """The ``logprobs`` of a chat choice."""
     return {
         "content": [
             {**_entry(text, token, value), "top_logprobs": [_entry(text, *other) for other in others]}

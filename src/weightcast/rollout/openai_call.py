@@ -188,7 +188,6 @@ class Call:
 
 
 def _first(answer: Answer, count: int) -> Answer:
-    """An answer cut after `count` tokens."""
     spans: list[tuple[int, int]] = []
     left = count
     for version, tokens in list(answer.spans):

@@ -32,7 +32,6 @@ class Pauses:
 
     @property
     def held(self) -> bool:
-        """True while any holder has paused the engine."""
         return bool(self._holders)
 
     @property

@@ -50,7 +50,6 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory reserved for keys and values, in bytes."""
         return self._cache.size_bytes
 
     # No inference mode here: `Wake` makes tensors that an update later writes outside inference mode.

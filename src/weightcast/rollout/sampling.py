@@ -62,7 +62,6 @@ def _column(values: Sequence[float], rows: list[int], like: torch.Tensor) -> tor
 
 
 def _probabilities(logits: torch.Tensor, sampling: Sampling, rows: list[int]) -> torch.Tensor:
-    """Probabilities at each row's temperature."""
     part = _rows(logits, rows)
     if any(sampling.temperature[row] != 1 for row in rows):
         part = part / _column(sampling.temperature, rows, logits)

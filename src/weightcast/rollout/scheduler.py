@@ -302,22 +302,18 @@ class Scheduler:
 
     @property
     def version(self) -> int:
-        """Version of the weights that generate now."""
         return self._version
 
     @property
     def paused(self) -> bool:
-        """True while any holder pauses the engine."""
         return self._pauses.held
 
     @property
     def asleep(self) -> bool:
-        """True between `sleep` and `wake`."""
         return self._pauses.held_by(SLEEP)
 
     @property
     def failure(self) -> str | None:
-        """Reason why the engine cannot serve any more, or None."""
         return self._failure
 
     def stats(self) -> Stats:

@@ -85,7 +85,6 @@ class Text:
 
 
 def _parameters(methods: Sequence[Any]) -> frozenset[str]:
-    """Names of the methods' parameters, without ``**`` parameters."""
     return frozenset(
         name
         for method in methods

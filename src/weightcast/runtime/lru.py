@@ -15,7 +15,7 @@ class Lru(Generic[_K, _V]):
     """Values by key; the least recently used is evicted first."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """Makes an empty cache; the limit is that of all values together, and a single one may be larger."""
+        """``limit`` is that of all values together; a single one may be larger."""
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._found: OrderedDict[_K, tuple[_V, int]] = OrderedDict()

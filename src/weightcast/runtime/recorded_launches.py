@@ -22,7 +22,6 @@ class RecordedLaunches:
     """Recorded work and the tensors that it reads and writes."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor], recorder: Recorder) -> None:
-        """Holds the graph; ``Recorder`` makes it."""
         self._graph = graph
         self._recorder = recorder
         self._tensors = tuple(tensors)
@@ -55,7 +54,6 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Takes no memory yet."""
         self._device = device
         self.aside = False
         with torch.cuda.device(device):

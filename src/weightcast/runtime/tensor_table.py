@@ -79,8 +79,6 @@ def _export(typingctx, function, tensor, words):
 
 @intrinsic
 def _clear(typingctx, function):
-    """Calls ``PyErr_Clear``."""
-
     def emit(context, builder, signature, arguments):
         call = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), []).as_pointer())
         builder.call(call, [])

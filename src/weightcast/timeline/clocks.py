@@ -22,12 +22,10 @@ class RoundTrip:
 
     @property
     def low(self) -> float:
-        """The least offset that this round trip allows."""
         return self.began - self.heard
 
     @property
     def high(self) -> float:
-        """The largest one."""
         return self.ended - self.answered
 
 

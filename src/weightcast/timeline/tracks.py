@@ -32,7 +32,6 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end_us(self) -> int:
-        """End in microseconds after the update began."""
         return self.start_us + self.us
 
 
@@ -73,10 +72,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_us(self) -> int:
-        """End of the last span, in microseconds after the update began."""
         return max((span.end_us for track in self.tracks for span in track.spans), default=0)
 
     @property
     def clock_error_us(self) -> float:
-        """The largest clock error of any track."""
         return max((track.clock_error_us for track in self.tracks), default=0.0)

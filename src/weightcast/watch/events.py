@@ -51,7 +51,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @property
     def seconds(self) -> float:
-        """Duration, in seconds."""
         return self.ended - self.began
 
 

@@ -61,7 +61,7 @@ class CountsLater(ByKind):
     """Base of listeners that count events in metrics when somebody reads these, or soon after the update."""
 
     def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
-        """Counts nothing yet; ``handlers`` has the function that counts, for each kind of events."""
+        """``handlers`` has the function that counts, for each kind of events."""
         # Another process may read the values of several processes, and it does not ask this one.
         if several_processes():
             super().__init__(handlers)
@@ -93,7 +93,6 @@ class _UpToDate(Collector):
             yield from instrument.describe()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics with their present values."""
         self._settle()
         for instrument in self._instruments:
             yield from instrument.collect()

@@ -29,7 +29,7 @@ class Later:
     """Keeps values in order until it works on them.  Thread-safe."""
 
     def __init__(self, do: Callable[[Any], None]) -> None:
-        """Keeps nothing yet; ``do`` works on one value and must not raise."""
+        """``do`` works on one value and must not raise."""
         self._do = do
         self._kept: deque[Any] = deque()
         self._doing = threading.RLock()
@@ -69,7 +69,7 @@ class _Thread:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew: a forked child has no thread."""
+        """A forked child has no thread."""
         self._queue: queue.SimpleQueue[tuple[Later, float]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -104,7 +104,6 @@ class _OpenSpans:
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
     def attempt(self, event: AttemptStarted) -> None:
-        """Each attempt has spans of its own for its targets."""
         self._number, self._session = event.number, event.session
         if event.number > 1:
             self._begin_targets(event.targets, event.at)
@@ -115,7 +114,6 @@ class _OpenSpans:
         self._recording = recording
 
     def end(self, event: UpdateEnded) -> None:
-        """Makes the spans of the phases, and ends all."""
         otel, root, report = self._otel, self._root, event.report
         rows = report.targets if report is not None else ()
         failed = {row.url: row.message or row.status for row in rows if row.status != "serving"}
@@ -223,7 +221,6 @@ class _Worked:
         self.rows: dict[str, tuple[float, float, float, int]] = {}
 
     def add(self, name: str, began: float, ended: float) -> None:
-        """Adds a piece."""
         first, last, seconds, count = self.rows.get(name, (began, ended, 0.0, 0))
         self.rows[name] = min(first, began), max(last, ended), seconds + ended - began, count + 1
 
@@ -235,7 +232,6 @@ class _Clock:
         self._offset_ns = round((began.time_s - began.at) * 1e9)
 
     def ns(self, at: float) -> int:
-        """Nanoseconds since 1970 of a monotonic time."""
         return round(at * 1e9) + self._offset_ns
 
 
@@ -265,7 +261,6 @@ class _Otel:
         *,
         kind: str = "INTERNAL",
     ) -> Any:
-        """Starts a span."""
         return self._tracer.start_span(
             f"weightcast.{name}",
             context=parent,
@@ -286,7 +281,6 @@ class _Otel:
             span.add_event(f"weightcast.{name}", _named({"seconds": seconds, "count": count}), clock.ns(ended))
 
     def fail(self, span: Any, words: str) -> None:
-        """Marks a span as failed."""
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, words))
 
     def parent(self, traceparent: str) -> Any:

@@ -66,7 +66,7 @@ class Recording:
     def __init__(
         self, began: float = 0.0, began_unix_s: float = 0.0, rank: int = 0, targets: tuple[str, ...] = ()
     ) -> None:
-        """Has nothing yet; ``began`` is monotonic, and ``began_unix_s`` the same moment in seconds since 1970."""
+        """``began`` is monotonic, and ``began_unix_s`` the same moment in seconds since 1970."""
         self._began = began
         self._began_unix_s = began_unix_s
         self._rank = rank
@@ -212,7 +212,6 @@ class Recording:
 
 
 def _by_rank(steps: Iterable[Step]) -> Mapping[int | None, list[Step]]:
-    """Returns the steps of the server first, and then those of each rank."""
     found: dict[int | None, list[Step]] = {}
     for step in steps:
         found.setdefault(step.rank, []).append(step)

@@ -205,7 +205,6 @@ class LmdeployAdapter(StockAdapter):
         return [value for value, _ in found]
 
     def _memory_of_ranks(self, shared: Sequence[Shared]) -> list[TorchMemory]:
-        """The buffer of each engine rank, on that rank's GPU."""
         return [self._memory_of(rank.rank, rank.device, shared) for rank in self._info.ranks]
 
     def _memory_of(self, rank: int, device: str, shared: Sequence[Shared]) -> TorchMemory:

@@ -125,7 +125,6 @@ def describe(
 
 
 def _usable_transports(status: Answer, refusal: int) -> tuple[list[str], list[str]]:
-    """Transports that the server can use, and reasons against the others."""
     transports: list[str] = []
     messages: list[str] = []
     if refusal == 400:  # its ranks looked for the group, so every rank can take weights

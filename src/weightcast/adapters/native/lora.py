@@ -24,7 +24,6 @@ class NativeAdapterKind:
     name = KIND
 
     def __init__(self, request: AdapterRequest | None = None) -> None:
-        """Nothing is asked yet; without a request, the adapters are described already."""
         self._request = request
 
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:

@@ -155,7 +155,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
-    """Transports that the server can use, and reasons against the others."""
     messages: list[str] = []
     if int(server.get("dp_size") or 1) > 1:
         messages.append("dp_size must be 1 (one server for each replica; --enable-dp-attention is fine)")

@@ -99,11 +99,11 @@ class BaseVllmAdapter(StockAdapter, ABC):
 
     @abstractmethod
     def _start_update(self) -> Generator[EngineRequest, bytes, None]:
-        """Starts a weight update on the paused engine and sets ``_started``."""
+        """Sets ``_started``."""
 
     @abstractmethod
     def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:
-        """Finishes the weight update and clears ``_started``."""
+        """Clears ``_started``."""
 
     @abstractmethod
     def _try_finish(self) -> Generator[EngineRequest, bytes, bool]:

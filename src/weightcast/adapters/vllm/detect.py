@@ -113,7 +113,7 @@ def _version() -> Generator[EngineRequest, bytes, str | None]:
 
 
 def _model() -> Generator[EngineRequest, bytes, str]:
-    """The served model name, which ``/v1/completions`` requires."""
+    """``/v1/completions`` requires it."""
     models = (yield from _object("/v1/models")) or {}
     try:
         return shown(str(models["data"][0]["id"]))

@@ -18,11 +18,7 @@ ID_KEY = "broadcast_from/0/0"
 
 
 def ipc_handles(shared: Sequence[Shared]) -> str:
-    """Base64 of a pickled map from GPU UUID to the arguments that rebuild the filled bucket there.
-
-    Raises:
-        ConfigError: A buffer is not on a GPU.
-    """
+    """Base64 of a pickled map from GPU UUID to arguments that rebuild the bucket; ``ConfigError`` for host buffers."""
     handles: dict[str, bytes] = {}
     for buffer in shared:
         for memory in buffer.torch[:1]:  # the others are handles to the same buffer for other processes

@@ -76,7 +76,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
 
 
 def _watch_engine(process: Any, folder: str, executor: LmdeployExecutor, engine: SleepingSessions) -> None:
-    """Waits for the end of LMDeploy's engine process, and quarantines the engine unless LMDeploy has asked for it."""
+    """Quarantines the engine when LMDeploy's engine process ends, unless LMDeploy has asked for it."""
     wait([process.sentinel])
     process.join()
     words, code = failure_words(folder), process.exitcode

@@ -138,7 +138,6 @@ class _OwnUpdates:
         self._unfinished = False
 
     def told(self, endpoint: Callable[..., Any], is_last: Callable[[Any], bool]) -> Callable[..., Any]:
-        """Wraps an endpoint of LMDeploy's."""
         refusal = functools.partial(HTTPException, 409)
 
         @functools.wraps(endpoint)

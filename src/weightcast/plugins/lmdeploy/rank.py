@@ -272,14 +272,12 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _load(model: Any, weights: Weights) -> None:
-    """Loads whole tensors as LMDeploy does at its start."""
     from lmdeploy.pytorch.weight_loader.model_weight_loader import ModelWeightLoader
 
     model.load_weights(ModelWeightLoader._rename_weights_iterator(weights, model))
 
 
 def _checkpoint(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads the checkpoint: name and whole tensor."""
     from lmdeploy.pytorch.weight_loader.model_weight_loader import ModelWeightLoader
 
     loader = ModelWeightLoader(path)
@@ -301,13 +299,9 @@ class DraftModel(Draft):
         load: Callable[[nn.Module, Weights], None],
         checkpoint: Callable[[], Weights],
     ) -> None:
-        """Learns what is the head's own; writes the same weights once more.
+        """Learns what is the head's own and writes the same weights once more; ``ConfigError`` if that cannot be done.
 
-        Args:
-            load: Loads whole tensors into a model, as LMDeploy does at its start.
-
-        Raises:
-            ConfigError: This head cannot be updated.
+        ``load`` loads whole tensors into a model, as LMDeploy does at its start.
         """
         self._proposer, self._load = proposer, load
         self.module: nn.Module = proposer.model

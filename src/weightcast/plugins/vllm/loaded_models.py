@@ -39,7 +39,6 @@ class LoadedModels:
     """One or two models with the loaded form of their weights, and the checkpoints that they were started with."""
 
     def __init__(self, unpacked: UnpackedModel, checkpoint: CheckpointSpecs) -> None:
-        """Holds the model; ``add_draft`` adds the other one."""
         self._parts: dict[str, tuple[UnpackedModel, CheckpointSpecs]] = {"": (unpacked, checkpoint)}
         # Tensors of the model's checkpoint that the draft's loader gets too.
         self._of_both: frozenset[str] = frozenset()
@@ -98,7 +97,6 @@ class LoadedModels:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """Every tensor of a full update."""
         return [
             msgspec.structs.replace(spec, name=f"{prefix}{spec.name}")
             for prefix, (_, checkpoint) in self._parts.items()
@@ -219,7 +217,6 @@ class LoadedModels:
 
 
 def _load_config(vllm_config: Any) -> Any:
-    """With which vLLM loads a draft."""
     try:
         from vllm.model_executor.model_loader.utils import get_draft_load_config
     except ImportError:  # version 0.25.1

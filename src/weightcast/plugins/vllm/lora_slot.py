@@ -167,7 +167,6 @@ def _check_config(request: AdapterRequest, lora_config: Any) -> int:
 
 
 def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, _Place]:
-    """The place of each tensor whose layer is on this rank."""
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.utils import parse_fine_tuned_lora_name

@@ -312,7 +312,6 @@ def _loaded_form(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _process(layer: Any) -> None:
-    """Packs one layer as vLLM does after a first load."""
     for name in ("_already_called_process_weights_after_loading", "cpu_linear"):
         if hasattr(layer, name):  # the old packed weights go before the new ones are made
             delattr(layer, name)

@@ -80,7 +80,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
-        """Makes the receiver.  vLLM calls it after loading the model and before it measures the memory that is left.
+        """vLLM calls it after loading the model and before it measures the memory that is left.
 
         Raises:
             ConfigError: This model, or vLLM as it was started, cannot be updated natively.  vLLM does not start.
@@ -390,7 +390,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return configured
 
     def _taken_bytes(self) -> int:
-        """Memory of the GPU that torch and the staging set hold."""
         if self.device.type == "cpu":
             return 0
         torch.cuda.empty_cache()

@@ -106,7 +106,6 @@ class _Loading:
             raise Refused(f"{type(message).__name__} is not for a worker extension")
 
     def finish(self) -> None:
-        """Lets vLLM process the loaded weights, once."""
         self._started = False
         if importlib.util.find_spec(_RELOAD) is not None:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
