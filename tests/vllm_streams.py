@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weightcast.digest import exchange_kernel
-from weightcast.runtime.cuda_mapper import CudaMapper
+from weightcast.runtime.mapped_memory import CudaMapper
 
 _seen: dict[str, set[int]] = {"module": set(), "graph": set(), "exchange": set()}
 _mappings = {"made": 0, "while a stream worked": 0}

@@ -21,7 +21,7 @@ from tests.e2e.engines import ENVIRONMENT, Engine, push, verify, weightcast
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
-from weightcast.cli.exit_codes import DIFFERS, USAGE
+from weightcast.cli.options import DIFFERS, USAGE
 from weightcast.exporters.checkpoint import CheckpointExporter
 
 pytestmark = [pytest.mark.engine_full]

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from tests.unit.models import specs_of, weights_of
 from tests.unit.sessions import Sender
 from tests.unit.test_turns import handler
-from weightcast.adapters.native.lora import NativeAdapterKind
+from weightcast.adapters.native.detect import NativeAdapterKind
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, Refused, TargetRejected
 from weightcast.receiver.adapter_routes import adapter_routes

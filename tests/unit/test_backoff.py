@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightcast.runtime import backoff
+from weightcast.runtime import deadline
 
 
 def test_polling_adds_a_small_share_to_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,9 +15,9 @@ def test_polling_adds_a_small_share_to_the_wait(monkeypatch: pytest.MonkeyPatch)
         pauses.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(backoff.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(backoff.time, "sleep", sleep)
-    sleeps = backoff.Backoff()
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline.time, "sleep", sleep)
+    sleeps = deadline.Backoff()
     while now[0] < 100.2:
         before = now[0]
         sleeps.sleep()

@@ -11,7 +11,7 @@ import uvicorn
 
 from tests.clock import PATIENCE_S
 from tests.harness import wait_for
-from weightcast.rollout.bounded_http import MAX_HEAD_BYTES, BoundedHttp
+from weightcast.rollout.server import MAX_HEAD_BYTES, BoundedHttp
 
 FLOOD = 32 << 20
 

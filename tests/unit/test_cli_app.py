@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from weightcast import __version__
 from weightcast.cli.app import app
-from weightcast.cli.exit_codes import MEANING
-from weightcast.cli.options import targets
+from weightcast.cli.options import MEANING, targets
 from weightcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightcast.page.bars import Bar, bars, stacks
+from weightcast.page.bars import Bar, State, bars, served, stacks, timeline
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Tile
-from weightcast.page.rows import State, served, timeline
 from weightcast.page.svg import stride, ticks
 from weightcast.page.updates import page_of
 from weightcast.page.words import digits, seconds, size

@@ -9,9 +9,9 @@ from weightcast.digest.source_sums import SourceSums
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.runtime import peak_memory
+from weightcast.runtime.free_memory import Scratch
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.runtime.scratch import Scratch
 from weightcast.wire.layout import Packing, plan_buckets
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.clock import PATIENCE_S
-from weightcast.ray.log_tail import Tail
+from weightcast.ray.engine_slot import Tail
 
 TALKS = """
 import sys

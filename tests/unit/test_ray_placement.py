@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from weightcast.errors import ConfigError, EngineFailure, TargetRejected, UpdateFailed
-from weightcast.ray.bundle_choice import by_address, choose_bundles
-from weightcast.ray.serving import EnginePlace, parse_place
+from weightcast.ray.bundles import by_address, choose_bundles
+from weightcast.ray.executor import EnginePlace, parse_place
 from weightcast.report import TargetReport, UpdateReport
 
 CPU, GPU = {"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}

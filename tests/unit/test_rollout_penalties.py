@@ -11,8 +11,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 
 from tests.unit.test_rollout_sampling import VOCAB, frequencies, logits, sampling
 from weightcast.rollout.commands import Shift
-from weightcast.rollout.penalties import shifted
-from weightcast.rollout.sampling import choose
+from weightcast.rollout.sampling import choose, shifted
 
 PROMPT = [3, 7, 7, 1400]
 OUTPUT = [7, 9, 9, 9, 12]

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from tests.unit.watching import session_events, trainer_events
-from weightcast.rollout.metrics import Metrics
+from weightcast.rollout.operator_routes import Metrics
 from weightcast.rollout.scheduler import Stats
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics

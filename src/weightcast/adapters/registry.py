@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightcast.adapters.lmdeploy.detect import LmdeployKind
-from weightcast.adapters.native.detect import NativeKind
-from weightcast.adapters.native.lora import NativeAdapterKind
+from weightcast.adapters.native.detect import NativeAdapterKind, NativeKind
 from weightcast.adapters.sglang.detect import SglangKind
 from weightcast.adapters.vllm.detect import VllmExtensionKind, VllmKind
 from weightcast.protocols import Adapter, Kind

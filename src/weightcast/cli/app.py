@@ -1,7 +1,7 @@
 """The command line: registers the commands, prints errors and sets the exit code.
 
 An error is one line, with a hint where there is a remedy.  A stack is shown for ``--traceback`` and for unexpected
-exceptions.  ``exit_codes.py`` has the exit codes.
+exceptions.  ``options.py`` has the exit codes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from weightcast.cli import bench, catch_up, demo, doctor, plan, push, serve, status, trace, verify
-from weightcast.cli.exit_codes import FAILURE, INTERRUPTED, USAGE, code_of
-from weightcast.cli.options import JSON_KEY, STACK_KEY
+from weightcast.cli.options import FAILURE, INTERRUPTED, JSON_KEY, STACK_KEY, USAGE, code_of
 from weightcast.cli.render import note, say, show_error
 from weightcast.errors import WeightcastError
 from weightcast.version import __version__

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.exit_codes import FAILURE
-from weightcast.cli.options import HtmlFile, Json, Traceback, check_writable
+from weightcast.cli.options import FAILURE, HtmlFile, Json, Traceback, check_writable
 from weightcast.cli.render import note, parse_size, say, say_json
 from weightcast.errors import ConfigError
 from weightcast.report import count_of

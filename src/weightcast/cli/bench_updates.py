@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from weightcast.cli.exit_codes import FAILURE
-from weightcast.cli.options import HtmlFile, Json, Traceback, check_writable
+from weightcast.cli.options import FAILURE, HtmlFile, Json, Traceback, check_writable
 from weightcast.cli.render import note, parse_size, say, say_json, table
 from weightcast.errors import ConfigError
 from weightcast.report import count_of, format_bytes

@@ -6,19 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.exit_codes import FAILURE
-from weightcast.cli.options import (
-    ApiKeys,
-    BucketBytes,
-    CaFile,
-    CertFile,
-    EngineKind,
-    Json,
-    KeyFile,
-    Traceback,
-    Urls,
-    targets,
-)
+from weightcast.cli import options
 from weightcast.cli.render import mark, parse_size, say, say_json
 from weightcast.report import one_line
 
@@ -27,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    urls: Urls,
-    engine: EngineKind = "auto",
-    api_key: ApiKeys = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    bucket_bytes: BucketBytes = None,
+    urls: options.Urls,
+    engine: options.EngineKind = "auto",
+    api_key: options.ApiKeys = None,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    bucket_bytes: options.BucketBytes = None,
     rendezvous: Annotated[
         str | None,
         typer.Option(
@@ -41,8 +29,8 @@ def doctor(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 15.0,
-    as_json: Json = False,
-    traceback: Traceback = False,
+    as_json: options.Json = False,
+    traceback: options.Traceback = False,
 ) -> None:
     """Checks whether this machine can update these engines, with which transport, and says what to fix.
 
@@ -57,7 +45,7 @@ def doctor(
     from weightcast.update.diagnose import examine
 
     size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
-    found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
+    found = options.targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     results = [examine(target, bucket_bytes=size_bytes, host=rendezvous, timeout_s=timeout) for target in found]
     ok = all(result.ok for result in results)
     if as_json:
@@ -68,7 +56,7 @@ def doctor(
                 say()
             _show(result)
     if not ok:
-        raise typer.Exit(FAILURE)
+        raise typer.Exit(options.FAILURE)
 
 
 def _show(result: Diagnosis) -> None:

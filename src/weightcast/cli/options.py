@@ -5,12 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from weightcast.config import Target
 from weightcast.errors import ConfigError
+
+SUCCESS: Final = 0
+FAILURE: Final = 1
+USAGE: Final = 2
+DIFFERS: Final = 3
+INTERRUPTED: Final = 130
+
+MEANING: Final = {
+    SUCCESS: "what was asked is done",
+    FAILURE: "it failed: an engine, the network, a disk or a check",
+    USAGE: "wrong usage: what was asked cannot work as asked, and nothing has moved",
+    DIFFERS: "the comparison was made, and the weights differ (`verify`)",
+    INTERRUPTED: "interrupted by Ctrl-C",
+}
+
 
 if TYPE_CHECKING:
     import torch
@@ -206,3 +221,8 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {folder} is no folder", hint="make it first, or name another file")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"cannot write {path}: permission denied", hint="name another file")
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code for an error that ended a command."""
+    return USAGE if isinstance(error, ConfigError) else FAILURE

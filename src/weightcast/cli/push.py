@@ -10,26 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from weightcast.cli.exit_codes import FAILURE
-from weightcast.cli.options import (
-    ApiKeys,
-    BucketBytes,
-    CaFile,
-    CellRanks,
-    CertFile,
-    Checkpoint,
-    Draft,
-    EngineKind,
-    HtmlFile,
-    Json,
-    KeyFile,
-    MaxExtraBytes,
-    Traceback,
-    WireDtype,
-    check_writable,
-    targets,
-    torch_dtype,
-)
+from weightcast.cli import options
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
 from weightcast.errors import ConfigError, UpdateFailed
@@ -43,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def push(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     to: Annotated[list[str], typer.Option("--to", metavar="URL", help="Engine to update; repeat for several.")],
     version: Annotated[
         int, typer.Option(metavar="N", help="Weight version of the checkpoint; higher than the one served.")
@@ -57,14 +38,14 @@ def push(
             "auto: ipc to engines on this host, broadcast to the others.",
         ),
     ] = "auto",
-    draft: Draft = None,
-    engine: EngineKind = "auto",
-    api_key: ApiKeys = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    bucket_bytes: BucketBytes = None,
-    max_extra_bytes: MaxExtraBytes = None,
+    draft: options.Draft = None,
+    engine: options.EngineKind = "auto",
+    api_key: options.ApiKeys = None,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    bucket_bytes: options.BucketBytes = None,
+    max_extra_bytes: options.MaxExtraBytes = None,
     pause: Annotated[
         str,
         typer.Option(
@@ -114,11 +95,11 @@ def push(
             help="When one engine fails. raise: end the update. quarantine: continue with the healthy engines.",
         ),
     ] = "raise",
-    cell_ranks: CellRanks = None,
+    cell_ranks: options.CellRanks = None,
     allow_older: Annotated[
         bool, typer.Option("--allow-older", help="Accept a version lower than the one served.")
     ] = False,
-    dtype: WireDtype = None,
+    dtype: options.WireDtype = None,
     device: Annotated[
         str,
         typer.Option(
@@ -148,9 +129,9 @@ def push(
         Path | None,
         typer.Option(metavar="FILE", help="Also write what every rank did, as a trace for https://ui.perfetto.dev."),
     ] = None,
-    html: HtmlFile = None,
-    as_json: Json = False,
-    traceback: Traceback = False,
+    html: options.HtmlFile = None,
+    as_json: options.Json = False,
+    traceback: options.Traceback = False,
 ) -> None:
     """Sends a safetensors checkpoint to running engines, proves that it arrived, and makes it live.
 
@@ -166,7 +147,7 @@ def push(
     """
     size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
     limit_bytes = None if max_extra_bytes is None else parse_size(max_extra_bytes)
-    found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
+    found = options.targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
         raise ConfigError(f"--version {version} is negative")
     if require == "behaviour":
@@ -176,12 +157,12 @@ def push(
         )
     for path in (trace, html):
         if path is not None:
-            check_writable(path)
+            options.check_writable(path)
 
     from weightcast.exporters.checkpoint import CheckpointExporter
     from weightcast.update.updater import WeightUpdater
 
-    wire_dtype = torch_dtype(dtype)
+    wire_dtype = options.torch_dtype(dtype)
     filled_on = bucket_device(device, found, via=via, timeout_s=timeout)
     with (
         CheckpointExporter(checkpoint, wire_dtype=wire_dtype, device=filled_on) as exporter,
@@ -229,12 +210,12 @@ def push(
     if not report.ok:
         failed = sum(row.status != "serving" or row.version_after != version for row in report.targets)
         note(f"error: {failed} of {count_of(len(report.targets), 'engine')} do not serve version {version}")
-        raise typer.Exit(FAILURE)
+        raise typer.Exit(options.FAILURE)
     short = report.short_of(require)
     if short:
         names = ", ".join(f"{row.url} ({row.proof})" for row in short)
         note(f"error: the new version serves, but its proof is below --require {require} on {names}")
-        raise typer.Exit(FAILURE)
+        raise typer.Exit(options.FAILURE)
 
 
 @contextmanager

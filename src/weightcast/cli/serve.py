@@ -154,10 +154,11 @@ def serve(
 
         extra_routes = routes_of(dialect, faults)
     if executor == "ray":
-        from weightcast.ray import cluster, serving
+        from weightcast.ray.cluster import cluster
+        from weightcast.ray.executor import parse_place
 
-        place = serving.parse_place(placement_group, bundles)
-        with cluster.cluster(ray_address, namespace=place.namespace, cpus=tp):
+        place = parse_place(placement_group, bundles)
+        with cluster(ray_address, namespace=place.namespace, cpus=tp):
             code = launch.serve(config, on_ready=on_ready, make_executor=place.make_executor, extra_routes=extra_routes)
     else:
         if placement_group or bundles:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightcast.cli.exit_codes import FAILURE
-from weightcast.cli.options import ApiKeys, CaFile, CertFile, EngineKind, Json, KeyFile, Traceback, Urls, targets
+from weightcast.cli import options
 from weightcast.cli.render import note, say, say_json, table
 from weightcast.config import Target
 from weightcast.errors import WeightcastError, error_words
@@ -21,12 +20,12 @@ _HEADERS = ("url", "engine", "model", "state", "version", "digest", "parallel", 
 
 
 def status(
-    urls: Urls,
-    engine: EngineKind = "auto",
-    api_key: ApiKeys = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
+    urls: options.Urls,
+    engine: options.EngineKind = "auto",
+    api_key: options.ApiKeys = None,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 10.0,
     watch: Annotated[
         bool,
@@ -40,8 +39,8 @@ def status(
     interval: Annotated[
         float, typer.Option(metavar="S", help="For --watch: pause between two looks, in seconds.", min=0.05)
     ] = 1.0,
-    as_json: Json = False,
-    traceback: Traceback = False,
+    as_json: options.Json = False,
+    traceback: options.Traceback = False,
 ) -> None:
     """Shows each engine's kind, model, weight version, digest and state (serving, paused, updating, quarantined).
 
@@ -53,7 +52,7 @@ def status(
     weightcast status http://10.0.3.7:8000 --json | jq .engines[0].version
     weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000 --watch
     """
-    found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
+    found = options.targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if watch:
         from weightcast.cli.status_watch import watch as watch_engines
 
@@ -79,7 +78,7 @@ def status(
         broken = any(isinstance(answer, WeightcastError) or answer.state == "quarantined" for answer in answers)
         if broken and not as_json:
             note("\nhint: `weightcast doctor URL` says what to fix")
-        raise typer.Exit(FAILURE)
+        raise typer.Exit(options.FAILURE)
 
 
 def _serves(info: EngineInfo) -> bool:

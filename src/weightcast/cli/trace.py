@@ -13,7 +13,7 @@ import typer
 from weightcast.cli.options import Json, Traceback, check_writable
 from weightcast.cli.render import say, say_json, table
 from weightcast.errors import ConfigError
-from weightcast.page.colours import PHASES
+from weightcast.page.svg import PHASES
 from weightcast.page.updates import page_of
 from weightcast.page.words import seconds
 from weightcast.timeline import perfetto

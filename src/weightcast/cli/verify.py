@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from weightcast.cli.exit_codes import DIFFERS, FAILURE, SUCCESS
-from weightcast.cli.options import (
-    CaFile,
-    CertFile,
-    Checkpoint,
-    Draft,
-    Json,
-    KeyFile,
-    Traceback,
-    WireDtype,
-    targets,
-    torch_dtype,
-)
+from weightcast.cli import options
 from weightcast.cli.render import Advance, progress, say, say_json, table
 from weightcast.errors import WireError, some
 from weightcast.report import count_of, format_bytes
@@ -85,23 +73,23 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         """``DIFFERS`` if a tensor differs, else ``FAILURE`` if some could not be read."""
-        return DIFFERS if self.differences else FAILURE if self.unreadable else SUCCESS
+        return options.DIFFERS if self.differences else options.FAILURE if self.unreadable else options.SUCCESS
 
 
 def verify(
-    checkpoint: Checkpoint,
+    checkpoint: options.Checkpoint,
     at: Annotated[str, typer.Option("--at", metavar="URL", help="Engine to compare.")],
-    draft: Draft = None,
+    draft: options.Draft = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="API key of the engine.")
     ] = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    dtype: WireDtype = None,
+    ca_file: options.CaFile = None,
+    cert_file: options.CertFile = None,
+    key_file: options.KeyFile = None,
+    dtype: options.WireDtype = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 300.0,
-    as_json: Json = False,
-    traceback: Traceback = False,
+    as_json: options.Json = False,
+    traceback: options.Traceback = False,
 ) -> None:
     """Compares the weights that an engine keeps with a checkpoint, tensor by tensor. Nothing is changed.
 
@@ -120,10 +108,12 @@ def verify(
     from weightcast.wire.layout import DRAFT_PREFIX
 
     keys = [api_key] if api_key is not None else []
-    target = targets([at], keys, ca_file=ca_file, cert_file=cert_file, key_file=key_file)[0]
+    target = options.targets([at], keys, ca_file=ca_file, cert_file=cert_file, key_file=key_file)[0]
     with (
-        CheckpointExporter(checkpoint, wire_dtype=torch_dtype(dtype)) as of_model,
-        nullcontext() if draft is None else CheckpointExporter(draft, wire_dtype=torch_dtype(dtype)) as of_draft,
+        CheckpointExporter(checkpoint, wire_dtype=options.torch_dtype(dtype)) as of_model,
+        nullcontext()
+        if draft is None
+        else CheckpointExporter(draft, wire_dtype=options.torch_dtype(dtype)) as of_draft,
     ):
         exporter: Exporter = of_model
         if of_draft is not None:

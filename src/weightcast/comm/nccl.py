@@ -21,7 +21,7 @@ import torch
 
 from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import ConfigError, DeadlineExceeded
-from weightcast.runtime.backoff import Backoff
+from weightcast.runtime.deadline import Backoff
 
 if TYPE_CHECKING:
     from nccl.core import Communicator

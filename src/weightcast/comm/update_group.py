@@ -35,7 +35,7 @@ from weightcast.comm.rendezvous import (
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 from weightcast.runtime import blocking_threads
-from weightcast.runtime.backoff import Backoff
+from weightcast.runtime.deadline import Backoff
 
 BackendName = Literal["nccl", "gloo"]
 WHERE_TO_LOOK = (

@@ -20,7 +20,7 @@ from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, piece_of, s
 from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest, partial_sums, sha256_digest
 from weightcast.digest.source_sums import Folded, Mismatch
 from weightcast.errors import TrainerMismatch, some
-from weightcast.runtime.scratch import Scratch
+from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
 

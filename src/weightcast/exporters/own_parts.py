@@ -19,7 +19,7 @@ from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, region, to_sum
-from weightcast.runtime.scratch import Scratch
+from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.box import Box, contiguous_strides, slices, split
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot

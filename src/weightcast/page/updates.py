@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from weightcast.page.bars import Bar, bars
+from weightcast.page.bars import Bar, State, bars, served, timeline
 from weightcast.page.charts import Figure, columns, lines
-from weightcast.page.colours import MEANINGS, of_phases, of_series
 from weightcast.page.document import Chip, Document, Mood, Tile
-from weightcast.page.rows import State, served, timeline
+from weightcast.page.svg import MEANINGS, of_phases, of_series
 from weightcast.page.words import count_of, seconds, size
 from weightcast.timeline.tracks import Timeline
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weightcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weightcast.ray.bundles import Bundles
+    from weightcast.ray.bundles import Bundles, colocated, disaggregated
     from weightcast.ray.engine_kinds import (
         EngineKind,
         lmdeploy_engine,
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     )
     from weightcast.ray.engines import RolloutEngines
     from weightcast.ray.executor import RayExecutor
-    from weightcast.ray.layouts import colocated, disaggregated
     from weightcast.ray.trainers import TrainWorkers
 
 __all__ = [
@@ -44,8 +43,8 @@ _HOMES = {
     "RolloutEngines": "engines",
     "TrainWorkers": "trainers",
     "Bundles": "bundles",
-    "colocated": "layouts",
-    "disaggregated": "layouts",
+    "colocated": "bundles",
+    "disaggregated": "bundles",
 }
 
 if find_spec("ray") is None:

@@ -14,10 +14,9 @@ import ray
 
 from weightcast.config import Target
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
-from weightcast.ray.actors import Place
+from weightcast.ray.actors import Place, collect
 from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
-from weightcast.ray.collect import collect
 from weightcast.ray.engine_kinds import EngineKind, wake_requests
 from weightcast.ray.engine_slot import EngineSlot
 from weightcast.ray.engine_table import EngineHealth, EngineTable, Member

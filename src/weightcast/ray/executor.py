@@ -1,7 +1,8 @@
 """The ranks of one reference engine as Ray actors.
 
 Weight messages, the engine's own work and interrupts are three concurrency groups of an actor, as they are separate
-threads in other executors.  Ray carries frames and reports an actor that is gone.
+threads in other executors.  Ray carries frames and reports an actor that is gone.  ``EnginePlace`` has the
+Ray options of ``weightcast serve --executor ray``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,13 +20,13 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.ray.actors import Place, method, place, remote
+from weightcast.ray.actors import Place, method, place, remote, why_gone
 from weightcast.ray.bundles import Bundles, Resource
-from weightcast.ray.cluster import require_cluster
-from weightcast.ray.collect import why_gone
+from weightcast.ray.cluster import named_group, require_cluster
 from weightcast.receiver import lost_ranks
-from weightcast.receiver.executor import Worker, WorkerFactory
+from weightcast.receiver.executor import Executor, Worker, WorkerFactory
 from weightcast.receiver.lost_ranks import FarRanks, answer_message, answer_work
+from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
 
@@ -210,3 +212,57 @@ class RayExecutor(FarRanks):
         where = f" (pid {self.places[rank].pid} on {self.places[rank].address})" if self.places else ""
         how = "is gone during" if isinstance(error, (RayActorError, OutOfMemoryError)) else "could not give"
         return self._break(f"rank {rank}{where} {how} {what}: {why_gone(error)}", [rank])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """The placement of one engine's ranks.
+
+    Attributes:
+        group: Name of the caller's placement group in ``namespace``; None makes a group.
+        namespace: Ray namespace of that name; Ray finds names only in the namespace of the connection.
+        indices: Bundle of each rank in that group; None takes bundles with enough resources, sorted by address.
+    """
+
+    group: str | None = None
+    namespace: str | None = None
+    indices: tuple[int, ...] | None = None
+
+    def make_executor(self, settings: WorkerSettings, tp_size: int) -> Executor:
+        """Starts the ranks.
+
+        Raises:
+            ConfigError: The cluster, the group or its bundles do not fit the request.
+            EngineFailure: A rank could not start.
+        """
+        resource: Resource = "GPU" if settings.device.startswith("cuda") else "CPU"
+        bundles = None
+        if self.group is not None:
+            bundles = Bundles.of(named_group(self.group), tp_size, indices=self.indices, resource=resource)
+        return RayExecutor(make_worker, tp_size, {"settings": settings}, bundles=bundles, resource=resource)
+
+
+def parse_place(group: str | None, indices: str | None) -> EnginePlace:
+    """Parses ``NAMESPACE/NAME`` of a group and comma-separated numbers of its bundles.
+
+    Raises:
+        ConfigError: Bundles come without a group, a name without a namespace, or indices are not numbers.
+    """
+    if group is None and indices is None:
+        return EnginePlace()
+    if group is None:
+        raise ConfigError(
+            f"bundles {indices} need the placement group that they belong to",
+            hint="add --placement-group NAMESPACE/NAME",
+        )
+    namespace, _, name = group.partition("/")
+    if not namespace or not name:
+        raise ConfigError(
+            f"placement group {group!r} has no namespace, and Ray finds a name only in its namespace",
+            hint="write --placement-group NAMESPACE/NAME",
+        )
+    try:
+        chosen = None if indices is None else tuple(int(part) for part in indices.split(","))
+    except ValueError:
+        raise ConfigError(f"bundles {indices!r} are not numbers", hint="write --bundles 1,0") from None
+    return EnginePlace(group=name, namespace=namespace, indices=chosen)

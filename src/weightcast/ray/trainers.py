@@ -10,10 +10,9 @@ import ray
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.config import Target
 from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, WeightcastError
-from weightcast.ray.actors import Place
+from weightcast.ray.actors import ActorsFailed, Place, collect
 from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
-from weightcast.ray.collect import ActorsFailed, collect
 from weightcast.ray.engines import RolloutEngines
 from weightcast.ray.train_rank import TrainRank
 from weightcast.report import UpdateReport

@@ -18,9 +18,8 @@ from weightcast.digest.copies import bits
 from weightcast.digest.exchange import Exchange
 from weightcast.errors import ConfigError
 from weightcast.receiver.mapped_set import MappedSet
-from weightcast.runtime.cuda_mapper import CudaMapper, can_map
 from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.runtime.mapped_memory import Mapper
+from weightcast.runtime.mapped_memory import CudaMapper, Mapper, can_map
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 

@@ -38,11 +38,10 @@ from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.session import SessionHandler
 from weightcast.rollout import commands
 from weightcast.rollout.batch import Limits
-from weightcast.rollout.bounded_http import BoundedHttp
 from weightcast.rollout.checkpoint import check_config, config_dtype, parse_dtype, read_config
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.scheduler import Scheduler
-from weightcast.rollout.server import ExtraRoutes, build_app
+from weightcast.rollout.server import BoundedHttp, ExtraRoutes, build_app
 from weightcast.rollout.text import Text
 from weightcast.rollout.worker import WorkerSettings, import_for_ranks, make_worker
 from weightcast.runtime.gc_pause import spare_what_lives
@@ -134,7 +133,7 @@ def serve(
 
     Args:
         on_ready: Function that gets the URL once the server accepts requests.
-        make_executor: Function that starts a number of ranks, for executor ``"ray"``; see ``weightcast.ray.serving``.
+        make_executor: Function that starts a number of ranks, for executor ``"ray"``; see ``weightcast.ray.executor``.
         extra_routes: The same as for ``build_app``.
 
     Returns:

@@ -1,27 +1,32 @@
-"""One HTTP request to generate, and the generations that it asks for."""
+"""OpenAI's routes, and one HTTP request to generate with the generations that it asks for."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.rollout.engine import RolloutEngine
-from weightcast.rollout.openai_answers import Piece, Shape, usage
-from weightcast.rollout.openai_requests import Sampled
+from weightcast.rollout.openai_answers import ChatShape, CompletionShape, Piece, Shape, usage
+from weightcast.rollout.openai_requests import ChatRequest, CompletionRequest, Sampled
 from weightcast.rollout.requests import Answer, Generation, GenerationRequest
-from weightcast.rollout.responses import error_body, json_response
+from weightcast.rollout.responses import REFUSALS, REFUSED, error_body, json_response
 from weightcast.rollout.text import TextStream
 
 _Result = TypeVar("_Result")
+_WHOLE_OR_STREAM: dict[str, Any] = {
+    "description": "The answer: one body, or events if stream is true",
+    "content": {"text/event-stream": {"schema": {"title": "Events"}}},
+}
 
 
 def check_model(engine: RolloutEngine, name: str) -> None:
@@ -224,3 +229,59 @@ async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result | 
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, WeightcastError):
                 await task
+
+
+def openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
+    """Adds the routes under /v1."""
+    created = int(time.time())
+
+    def entry() -> dict[str, Any]:
+        return {
+            "id": engine.model,
+            "object": "model",
+            "created": created,
+            "owned_by": "weightcast",
+            "max_model_len": engine.scheduler.limits.max_len,
+            "weight_version": engine.scheduler.version,
+        }
+
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [entry()]})
+
+    async def model(name: str) -> Response:
+        check_model(engine, name)
+        return json_response(entry())
+
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        prompts = [_prompt_ids(engine, prompt) for prompt in body.prompts]
+        asked = "max_tokens" in body.model_fields_set
+        call = Call(
+            engine, body, prompts, top_logprobs=body.logprobs or 0, max_tokens=body.max_tokens, cut_to_fit=not asked
+        )
+        return await call.answer(request, CompletionShape(engine, body))
+
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        if engine.text is None:
+            raise ConfigError("this model has no tokenizer", hint="send token ids to /v1/completions")
+        try:
+            messages = [message.plain() for message in body.messages]
+        except ValueError as error:
+            raise ConfigError(f"messages: {error}") from None
+        prompt = engine.text.chat(messages, **(body.chat_template_kwargs or {}))
+        top = (body.top_logprobs or 0) if body.logprobs else 0
+        call = Call(engine, body, [prompt], top_logprobs=top, max_tokens=body.max_completion_tokens or body.max_tokens)
+        return await call.answer(request, ChatShape(engine, body))
+
+    app.get("/v1/models", summary="The model that is served")(models)
+    app.get("/v1/models/{name:path}", summary="The model of this name", responses={404: REFUSED})(model)
+    answers: dict[int | str, dict[str, Any]] = {200: _WHOLE_OR_STREAM, 404: REFUSED, **REFUSALS}
+    app.post("/v1/completions", summary="Continue prompts", responses=answers)(completions)
+    app.post("/v1/chat/completions", summary="Answer a conversation", responses=answers)(chat)
+
+
+def _prompt_ids(engine: RolloutEngine, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if engine.text is None:
+        raise ConfigError("this model has no tokenizer", hint="send the prompt as token ids")
+    return engine.text.encode(prompt)

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError, error_words
-from weightcast.rollout.neutral import refusal
+from weightcast.rollout.openai_requests import refusal
 
 REFUSED: dict[str, Any] = {"description": "Refused; the body is an error in OpenAI's shape"}
 # OpenAI answers 400 where FastAPI would answer 422.

@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from weightcast.rollout import commands
 from weightcast.rollout.cache import SlotCache
-from weightcast.rollout.commands import (
-    Chosen,
-    Command,
-    Decode,
-    Describe,
-    Done,
-    DropCache,
-    Move,
-    Ping,
-    Prefill,
-    Sampling,
-    Score,
-    Scores,
-    Sleep,
-    Wake,
-)
 from weightcast.rollout.model import ReferenceModel
 from weightcast.rollout.sampling import choose
 
@@ -54,37 +39,37 @@ class Runner:
 
     # No inference mode here: `Wake` makes tensors that an update later writes outside inference mode.
     @torch.no_grad()
-    def run(self, command: Command) -> Chosen | Scores | Done:
+    def run(self, command: commands.Command) -> commands.Chosen | commands.Scores | commands.Done:
         """Carries out one command; ranks other than 0 answer `Done`."""
         match command:
-            case Decode():
+            case commands.Decode():
                 self._move(command.moves)
                 return self._choose(self._decode(command), command.sampling)
-            case Prefill():
+            case commands.Prefill():
                 self._move(command.moves)
                 return self._choose(self._prefill(command), command.sampling)
-            case Score():
+            case commands.Score():
                 return self._score(command.rows)
-            case DropCache():
+            case commands.DropCache():
                 self._cache.free()
                 self._cache.allocate()
-            case Sleep():
+            case commands.Sleep():
                 self._cache.free()
                 self._model.offload()
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
-            case Wake():
+            case commands.Wake():
                 self._model.restore(self._device)
                 self._cache.allocate()
-            case Ping() | Describe():
+            case commands.Ping() | commands.Describe():
                 pass  # the worker describes itself
-        return Done()
+        return commands.Done()
 
-    def _move(self, moves: list[Move]) -> None:
+    def _move(self, moves: list[commands.Move]) -> None:
         for move in moves:
             self._cache.copy(move.source, move.target, length=move.length)
 
-    def _decode(self, command: Decode) -> torch.Tensor:
+    def _decode(self, command: commands.Decode) -> torch.Tensor:
         positions = torch.tensor(command.positions, device=self._device)
         length = max(command.positions) + 1
         self._cache.start_decode(positions, length=length)
@@ -98,7 +83,7 @@ class Runner:
         )
         return hidden[:, 0]
 
-    def _prefill(self, command: Prefill) -> torch.Tensor:
+    def _prefill(self, command: commands.Prefill) -> torch.Tensor:
         lengths = [len(row) for row in command.rows]
         self._cache.start_prefill(first=command.first_slot, lengths=lengths)
         hidden = self._whole(command.rows, cache=self._cache)
@@ -117,12 +102,12 @@ class Runner:
         positions = torch.arange(longest, device=self._device)[None].expand(len(rows), longest)
         return self._model.hidden(ids, position_ids=positions, mask=None, cache=cache)
 
-    def _choose(self, hidden: torch.Tensor, sampling: Sampling) -> Chosen | Done:
+    def _choose(self, hidden: torch.Tensor, sampling: commands.Sampling) -> commands.Chosen | commands.Done:
         if self._model.tp_rank:
-            return Done()
+            return commands.Done()
         return choose(self._model.logits(hidden), sampling)
 
-    def _score(self, rows: list[list[int]]) -> Scores | Done:
+    def _score(self, rows: list[list[int]]) -> commands.Scores | commands.Done:
         scores: list[list[float]] = []
         for row in rows:
             hidden = self._whole([row], cache=None)[0, :-1]
@@ -135,4 +120,4 @@ class Runner:
                 logprobs = self._model.logits(hidden[start : start + step]).log_softmax(dim=-1)
                 found += logprobs.gather(1, targets[start : start + step, None])[:, 0].tolist()
             scores.append(found)
-        return Done() if self._model.tp_rank else Scores(rows=scores)
+        return commands.Done() if self._model.tp_rank else commands.Scores(rows=scores)

@@ -23,9 +23,8 @@ from weightcast.receiver.executor import Executor
 from weightcast.rollout import commands
 from weightcast.rollout.batch import Batch, Limits, TokenSequence, check_tokens
 from weightcast.rollout.commands import Chosen, Command, Done, Scores
-from weightcast.rollout.pauses import SLEEP, UPDATE, Pauses
+from weightcast.rollout.pauses import SLEEP, UPDATE, Pauses, Unproven
 from weightcast.rollout.requests import Generation, GenerationRequest
-from weightcast.rollout.unproven import Unproven
 
 log = logging.getLogger("weightcast.rollout")
 

@@ -1,24 +1,30 @@
-"""The OpenAI-compatible server: all routes and middleware of one engine."""
+"""The OpenAI-compatible server: all routes of one engine, and what refuses requests before a route sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.rollout.engine import RolloutEngine
-from weightcast.rollout.guards import ApiKeyGuard, BodyLimit
+from weightcast.rollout.openai_call import openai_routes
 from weightcast.rollout.openai_requests import ChatRequest, CompletionRequest
-from weightcast.rollout.openai_routes import openai_routes
 from weightcast.rollout.operator_routes import PauseRequest, operator_routes
-from weightcast.rollout.responses import answer_errors
+from weightcast.rollout.responses import answer_errors, error_body, json_response
 
 _PARAMETERS = (*CompletionRequest.model_fields, *ChatRequest.model_fields, *PauseRequest.model_fields)
 
 ExtraRoutes = Callable[[FastAPI, RolloutEngine], None]
+MAX_BODY_BYTES = 16 << 20
+_OPEN_ROUTES = frozenset({"/health"})
+MAX_HEAD_BYTES = 64 << 10  # the limit of uvicorn's other parser, h11
 
 
 def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes: ExtraRoutes | None = None) -> FastAPI:
@@ -43,3 +49,79 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes
         app.include_router(weight_routes(receiver, engine.score))
         app.include_router(peer_routes(lambda: receiver))
     return app
+
+
+class ApiKeyGuard:
+    """Refuses requests without the key."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or answers 401."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in _OPEN_ROUTES):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # no route is a websocket
+        elif self._keys.admit(dict(scope["headers"]).get(b"authorization", b"")):
+            await self._app(scope, receive, send)
+        else:
+            body = error_body("wrong or missing API key", kind="authentication_error")
+            await json_response(body, 401)(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses bodies over ``MAX_BODY_BYTES``; the weight routes have a limit of their own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or answers 413 as soon as its body is too large."""
+        if scope["type"] != "http" or scope["path"].startswith("/weightcast/"):
+            await self._app(scope, receive, send)
+            return
+        seen = 0
+
+        async def limited() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, limited, send)
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Refuses headers and trailers that are too long.
+
+    httptools keeps headers of any length until they are complete, so without this limit a client without a key could
+    fill the server's memory.  The parser passes bodies on as they arrive, and the routes limit them.
+    """
+
+    _kept_bytes = 0  # since the parser last passed something on
+
+    def data_received(self, data: bytes) -> None:
+        """Parses data; answers 400 and closes the connection if the parser keeps too much."""
+        self._kept_bytes += len(data)
+        super().data_received(data)
+        if self._kept_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("Request header fields too large.")
+
+    def on_headers_complete(self) -> None:
+        """Passes the head on and starts to count anew."""
+        self._kept_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Passes a part of the body on and starts to count anew."""
+        self._kept_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends the request and starts to count anew."""
+        self._kept_bytes = 0
+        super().on_message_complete()

@@ -1,9 +1,13 @@
-"""One deadline for a wait of several steps, such as connecting, sending a request and reading its answer."""
+"""One deadline for a wait of several steps, such as connecting, sending and reading; and the sleeps of a poll."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+_SHORTEST_S = 5e-5
+_LONGEST_S = 2e-3
+_SHARE = 1 / 16  # polling adds at most this share to the wait
 
 
 class Deadline:
@@ -38,3 +42,14 @@ class Deadline:
     def at_most(self, limit_s: float) -> Deadline:
         """Returns this deadline or one of ``limit_s`` from now, whichever is earlier."""
         return self if limit_s >= self.left_s() else Deadline(limit_s)
+
+
+class Backoff:
+    """The sleeps of one poll, which begins now: short at first, longer the longer it waits."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def sleep(self) -> None:
+        """Sleeps until the next poll."""
+        time.sleep(min(max((time.monotonic() - self._began) * _SHARE, _SHORTEST_S), _LONGEST_S))

@@ -7,12 +7,22 @@ driver's manual.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 
+from weightcast.runtime.cuda_calls import DriverError, current, driver_call
+
 LIVE, WAITING = 0, 1
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+_CAN_MAP = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class Mapper(Protocol):
@@ -149,3 +159,141 @@ def _free(
             mapper.destroy(memory)
     for address in addresses:
         mapper.give_back(address, size_bytes)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = [
+        ("compression", ctypes.c_ubyte),
+        ("gpu_direct_rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    ]
+
+
+class _Properties(ctypes.Structure):
+    """``CUmemAllocationProp``."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    ]
+
+
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``."""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+_U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
+_reserve = driver_call("cuMemAddressReserve", ctypes.POINTER(_U64), _SIZE, _SIZE, _U64, _U64)
+_give_back = driver_call("cuMemAddressFree", _U64, _SIZE)
+_create = driver_call("cuMemCreate", ctypes.POINTER(_U64), _SIZE, ctypes.POINTER(_Properties), _U64)
+_release = driver_call("cuMemRelease", _U64)
+_map = driver_call("cuMemMap", _U64, _SIZE, _SIZE, _U64, _U64)
+_unmap = driver_call("cuMemUnmap", _U64, _SIZE)
+_set_access = driver_call("cuMemSetAccess", _U64, _SIZE, ctypes.POINTER(_Access), _SIZE)
+_get_granularity = driver_call(
+    "cuMemGetAllocationGranularity", ctypes.POINTER(_SIZE), ctypes.POINTER(_Properties), ctypes.c_int
+)
+_get_attribute = driver_call("cuDeviceGetAttribute", ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
+
+
+class CudaMapper:
+    """Implements ``Mapper`` for one GPU, on which a CUDA context exists."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # torch and the driver number a process's visible GPUs alike.
+        self._properties = _Properties(_PINNED, 0, _Location(_DEVICE, device.index), None, _AllocationFlags())
+        granularity = _SIZE()
+        with current(device):
+            _get_granularity(ctypes.byref(granularity), ctypes.byref(self._properties), _RECOMMENDED)
+        self.granularity = granularity.value
+
+    def reserve(self, size_bytes: int) -> int:
+        """Implements ``Mapper.reserve``."""
+        address = _U64()
+        with current(self._device):
+            _reserve(ctypes.byref(address), size_bytes, 0, 0, 0)
+        return address.value
+
+    def give_back(self, address: int, size_bytes: int) -> None:
+        """Implements ``Mapper.give_back``."""
+        with current(self._device):
+            _give_back(address, size_bytes)
+
+    def create(self, size_bytes: int) -> int:
+        """Implements ``Mapper.create``."""
+        memory = _U64()
+        with current(self._device):
+            try:
+                _create(ctypes.byref(memory), size_bytes, ctypes.byref(self._properties), 0)
+            except DriverError as error:
+                if error.code != _OUT_OF_MEMORY:
+                    raise
+                free_bytes, _ = torch.cuda.mem_get_info(self._device)
+                raise torch.OutOfMemoryError(
+                    f"{size_bytes} bytes of {self._device} were asked for, and {free_bytes} are free"
+                ) from error
+        return memory.value
+
+    def destroy(self, memory: int) -> None:
+        """Implements ``Mapper.destroy``."""
+        with current(self._device):
+            _release(memory)
+
+    def map(self, address: int, size_bytes: int, memory: int) -> None:
+        """Implements ``Mapper.map``."""
+        with current(self._device):
+            _map(address, size_bytes, 0, memory, 0)
+            try:
+                access = _Access(_Location(_DEVICE, self._device.index), _READ_WRITE)
+                _set_access(address, size_bytes, ctypes.byref(access), 1)
+            except BaseException:
+                _unmap(address, size_bytes)
+                raise
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Implements ``Mapper.unmap``."""
+        with current(self._device):
+            _unmap(address, size_bytes)
+
+    def tensor(self, address: int, size_bytes: int, owner: object) -> torch.Tensor:
+        """Implements ``Mapper.tensor``."""
+        return torch.as_tensor(_Span(address, size_bytes, owner), device=self._device)
+
+    def wait(self) -> None:
+        """Implements ``Mapper.wait``."""
+        torch.cuda.synchronize(self._device)
+
+
+class _Span:
+    """Memory that torch takes as it is; the tensor keeps this object, and so the memory's owner, alive."""
+
+    def __init__(self, address: int, size_bytes: int, owner: object) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+@cache
+def can_map(device: torch.device) -> bool:
+    """Returns True for a GPU whose driver maps memory; False for any other device."""
+    if device.type != "cuda":
+        return False
+    found = ctypes.c_int()
+    with current(device):
+        _get_attribute(ctypes.byref(found), _CAN_MAP, device.index)
+    return bool(found.value)

@@ -17,26 +17,7 @@ from weightcast.errors import ConfigError
 from weightcast.watch.listeners import ByKind
 
 # From a small model on one host (milliseconds) to a large one over a slow link (minutes).
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 UNKNOWN = math.nan
 # One process at a time sets a gauge of ours.  Other modes would add a label with the process id.
 GAUGE_MODE = "mostrecent"

@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from weightcast.adapters.encoders import KEPT_TOWER, without_tower
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_readable
-from weightcast.adapters.stock import StockAdapter, group_body
+from weightcast.adapters.stock import KEPT_TOWER, StockAdapter, group_body, without_tower
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError

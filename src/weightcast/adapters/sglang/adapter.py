@@ -18,10 +18,9 @@ from typing import Literal
 import msgspec
 import torch
 
-from weightcast.adapters.encoders import TAKES_IMAGES, check_encoders
 from weightcast.adapters.sglang.checksums import Checksums, compared, lacks_prefix, parsed
 from weightcast.adapters.sglang.payload import bucket_payload
-from weightcast.adapters.stock import StockAdapter, group_body
+from weightcast.adapters.stock import TAKES_IMAGES, StockAdapter, check_encoders, group_body
 from weightcast.comm.pickle_writer import listing, pickled_base64
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from weightcast.adapters.encoders import TAKES_IMAGES
 from weightcast.adapters.sglang.adapter import KEEPS_DRAFT, SglangAdapter
+from weightcast.adapters.stock import TAKES_IMAGES
 from weightcast.comm.ipc import host_id_of
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode

@@ -11,7 +11,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from weightcast.adapters.encoders import check_encoders
+from weightcast.adapters.stock import check_encoders
 from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
 from weightcast.adapters.vllm.requests import if_there, post, succeeds

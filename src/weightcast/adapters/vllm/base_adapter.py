@@ -13,8 +13,7 @@ from collections.abc import Generator, Sequence
 
 from weightcast.adapters.stock import StockAdapter
 from weightcast.adapters.vllm import requests
-from weightcast.adapters.vllm.checksums import as_one, checksums, compared
-from weightcast.adapters.vllm.requests import if_there, post
+from weightcast.adapters.vllm.requests import as_one, checksums, compared, if_there, post
 from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.errors import ConfigError

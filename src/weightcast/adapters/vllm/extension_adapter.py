@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from weightcast.adapters.encoders import check_encoders
 from weightcast.adapters.receiver_messages import announce_of
+from weightcast.adapters.stock import check_encoders
 from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.requests import post, succeeds
 from weightcast.comm.run_steps import EngineRequest, Steps

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weightcast.adapters.encoders import TAKES_IMAGES
+from weightcast.adapters.stock import TAKES_IMAGES
 from weightcast.adapters.vllm.requests import decoded
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode

@@ -8,8 +8,8 @@ from typing import Any
 
 from weightcast.page.bars import Bar, bars, stacks
 from weightcast.page.charts import Figure
-from weightcast.page.colours import of_phases
 from weightcast.page.document import Document, Tile
+from weightcast.page.svg import of_phases
 from weightcast.page.updates import parts_of
 from weightcast.page.words import digits, seconds, size
 

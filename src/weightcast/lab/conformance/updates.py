@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from weightcast.adapters.registry import adapter_for
-from weightcast.adapters.vllm.checksums import as_one, checksums
+from weightcast.adapters.vllm.requests import as_one, checksums
 from weightcast.comm.run_steps import converse
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter

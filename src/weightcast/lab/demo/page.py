@@ -8,8 +8,8 @@ from pathlib import Path
 from weightcast.lab.demo.records import ModeRecord
 from weightcast.lab.demo.report import DemoReport
 from weightcast.page.charts import Figure, columns, lines
-from weightcast.page.colours import of_series
 from weightcast.page.document import Chip, Document, Tile
+from weightcast.page.svg import of_series
 from weightcast.page.updates import engine_lines, phase_columns, stall_lines, versions_served
 from weightcast.page.words import plain, seconds, size
 

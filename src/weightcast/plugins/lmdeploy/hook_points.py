@@ -82,14 +82,7 @@ IN_RANKS: dict[str, tuple[str, ...]] = {
     "lmdeploy.pytorch.distributed:get_dist_manager": (),
 }
 # Attributes that only an instance has.
-LOOP_ATTRIBUTES = (
-    "req_manager",
-    "scheduler",
-    "executor",
-    "inputs_maker",
-    "has_runable_event",
-    "reset_runtime_state",
-)
+LOOP_ATTRIBUTES = ("req_manager", "scheduler", "executor", "inputs_maker", "has_runable_event", "reset_runtime_state")
 SCHEDULER_ATTRIBUTES = ("sessions", "seq_manager", "block_trie")
 
 

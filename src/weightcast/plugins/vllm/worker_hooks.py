@@ -21,13 +21,7 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         return
     measure, compile_model, sleep, wake_up, execute = (
         getattr(worker_class, name)
-        for name in (
-            "determine_available_memory",
-            "compile_or_warm_up_model",
-            "sleep",
-            "wake_up",
-            "execute_model",
-        )
+        for name in ("determine_available_memory", "compile_or_warm_up_model", "sleep", "wake_up", "execute_model")
     )
 
     def ours(worker: Any) -> Any:
