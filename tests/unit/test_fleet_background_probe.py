@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.clock import PATIENCE_S, wait_until
 from tests.unit.test_head import info
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetError, TargetUnreachable
@@ -32,13 +33,20 @@ async def set_within(event: threading.Event, limit_s: float) -> bool:
     return event.is_set()
 
 
+class Probes(BackgroundProbe[str]):
+    """Looks from a thread that waits."""
+
+    def look(self, patience_s: dict[str, float], **options: object) -> dict[str, object]:
+        return event_loop.run(self.look_on_loop(patience_s, **options))
+
+
 class Crowd:
     """Targets that answer at once, and targets that answer when the test says so."""
 
     def __init__(self) -> None:
         self.wakes = {"still": threading.Event(), "slow": threading.Event()}
         self.asked: list[str] = []
-        self.probes = BackgroundProbe(self.ask)
+        self.probes = Probes(self.ask)
 
     def wait_for_answer(self, url: str) -> None:
         """Waits until the running probe has been answered."""
@@ -138,7 +146,7 @@ def test_any_exception_of_a_probe_is_its_answer():
             raise KeyError("no such field")
         return f"{url} is here"
 
-    probes = BackgroundProbe(ask)
+    probes = Probes(ask)
     found = probes.look({"odd": LONG_S})["odd"]
     assert isinstance(found, TargetError)
     assert not isinstance(found, TargetUnreachable)
@@ -198,7 +206,7 @@ class Unreachable:
 def test_host_that_is_switched_off_is_waited_for_once(monkeypatch):
     monkeypatch.setattr(module, "_QUICK_ERROR_S", -1.0)  # no attempt here takes long
     host = Unreachable()
-    probes = BackgroundProbe(host.ask)
+    probes = Probes(host.ask)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(probes.look, {"off": LONG_S})
         host.attempts.release()
@@ -216,7 +224,7 @@ def test_host_that_is_switched_off_is_waited_for_once(monkeypatch):
 def test_host_that_refuses_at_once_is_probed_at_every_look(monkeypatch):
     monkeypatch.setattr(module, "_QUICK_ERROR_S", LONG_S)
     host = Unreachable()
-    probes = BackgroundProbe(host.ask)
+    probes = Probes(host.ask)
     for up in (False, False, True):
         host.up = up
         host.attempts.release()
@@ -227,7 +235,7 @@ def test_host_that_refuses_at_once_is_probed_at_every_look(monkeypatch):
 def test_background_probes_end_with_membership(monkeypatch):
     monkeypatch.setattr(module, "_QUICK_ERROR_S", -1.0)
     host = Unreachable()
-    probes = BackgroundProbe(host.ask)
+    probes = Probes(host.ask)
     host.attempts.release()
     probes.look({"off": LONG_S})
     running = probes._open["off"].task

@@ -154,11 +154,7 @@ WireDtype = Annotated[
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
-    """Returns the torch dtype that ``--dtype`` names, or None.
-
-    Raises:
-        ConfigError: The dtype is unknown, or weights cannot be cast to it without scales.
-    """
+    """The torch dtype that ``--dtype`` names, or None; ``ConfigError`` for one that weights cannot be cast to."""
     from weightcast.wire.layout import DTYPES
 
     if name is None:

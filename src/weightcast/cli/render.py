@@ -99,23 +99,10 @@ def progress(what: str) -> Generator[Advance]:
         yield _plain(what)
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("{task.description}", *columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None, visible=False)  # there is no bar before the total is known
 
         def advance(done_bytes: int, total_bytes: int) -> None:

@@ -88,8 +88,8 @@ class CheckpointExporter:
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self.path = Path(path)
-        self._device = device or torch.device("cpu")
-        self._staging = Staging(self._device)
+        self.device = device or torch.device("cpu")
+        self._staging = Staging(self.device)
         self._sums = PlanSums()
         self._plans: dict[int, _BucketPlan] = {}
         self._files: list[SafetensorsFile] = []
@@ -124,10 +124,6 @@ class CheckpointExporter:
         for file in self._files:
             file.close()
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the order in which they lie on disk."""
         return self._specs
@@ -155,7 +151,7 @@ class CheckpointExporter:
                 ledger.prepare(group.world_size)
         if use.sums and group.rank in group.receivers:
             self._sums = PlanSums(layouts)
-            self._sums.prepare(self._device)
+            self._sums.prepare(self.device)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

@@ -89,15 +89,11 @@ class BridgeExporter:
         check_names(spec.name for spec in specs)
         self._specs = tuple(specs)
         self._order = {spec.name: number for number, spec in enumerate(specs)}
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
         self._at = -1
         self._now: torch.Tensor | None = None
         self._plans: dict[int, tuple[BucketLayout, list[_Step]]] = {}
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the bridge's order."""

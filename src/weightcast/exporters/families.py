@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from weightcast.errors import ConfigError
@@ -27,17 +28,8 @@ def qkv_rows(config: Any) -> tuple[int, int, int]:
     return heads * width, kv_heads * width, kv_heads * width
 
 
-def _takes_hidden_first(shape: tuple[int, ...], config: Any) -> bool:
-    """True for [experts, hidden, 2 x width], the layout of checkpoints and transformers 4; False if transposed."""
-    return _lies_at(1, shape, config)
-
-
-def _gives_hidden_last(shape: tuple[int, ...], config: Any) -> bool:
-    """True for [experts, width, hidden], the layout of checkpoints and transformers 4; False if transposed."""
-    return _lies_at(2, shape, config)
-
-
-def _lies_at(dim: int, shape: tuple[int, ...], config: Any) -> bool:
+def _hidden_at(dim: int, shape: tuple[int, ...], config: Any) -> bool:
+    """True if the hidden width is this dimension of stacked experts, and not another."""
     hidden = config.hidden_size
     if len(shape) != 3 or (shape[1] == hidden) == (shape[2] == hidden):
         raise ConfigError(
@@ -62,28 +54,16 @@ _EXPERTS = (
     ),
     Rule(match=r"(.*\.experts)\.(gate|up|down)_proj", names=(r"\1.{index}.\2_proj.weight",), stacked=True),
 )
-# The checkpoint's experts are fused and transposed: [experts, hidden, 2 x width] and [experts, width, hidden].
+# The checkpoint's experts are fused and transposed: [experts, hidden, 2 x width] and [experts, width, hidden].  Those
+# of transformers 4 lie so too.
 _FUSED_TRANSPOSED = (
-    Rule(match=r"(.*\.experts\.gate_up_proj)", names=(r"\1",), transposed=True, unless=_takes_hidden_first),
-    Rule(
-        match=r"(.*\.experts\.down_proj)",
-        names=(r"\1",),
-        transposed=True,
-        unless=_gives_hidden_last,
-    ),
-    Rule(
-        match=r"(.*\.experts)\.(\d+)\.gate_proj\.weight",
-        names=(r"\1.gate_up_proj",),
-        stack=2,
-        part=(0, 2),
-        transposed=True,
-    ),
-    Rule(
-        match=r"(.*\.experts)\.(\d+)\.up_proj\.weight",
-        names=(r"\1.gate_up_proj",),
-        stack=2,
-        part=(1, 2),
-        transposed=True,
+    Rule(match=r"(.*\.experts\.gate_up_proj)", names=(r"\1",), transposed=True, unless=partial(_hidden_at, 1)),
+    Rule(match=r"(.*\.experts\.down_proj)", names=(r"\1",), transposed=True, unless=partial(_hidden_at, 2)),
+    *(
+        Rule(match=match, names=(r"\1.gate_up_proj",), stack=2, part=(part, 2), transposed=True)
+        for part, match in enumerate(
+            (r"(.*\.experts)\.(\d+)\.gate_proj\.weight", r"(.*\.experts)\.(\d+)\.up_proj\.weight")
+        )
     ),
     Rule(match=r"(.*\.experts)\.(\d+)\.down_proj\.weight", names=(r"\1.down_proj",), stack=2, transposed=True),
 )

@@ -73,11 +73,7 @@ class Fp8Format(ABC):
         return False
 
     def wants(self, spec: TensorSpec) -> bool:
-        """True for a weight that is quantised.
-
-        Raises:
-            ConfigError: The format has no scales for a weight of this shape.
-        """
+        """True for a weight that is quantised; ``ConfigError`` if the format has no scales for its shape."""
         wide = spec.torch_dtype.is_floating_point and spec.torch_dtype.itemsize >= 2
         named = re.fullmatch(self.match, spec.name) is not None and re.fullmatch(self.skip, spec.name) is None
         wanted = wide and named and len(spec.shape) in (2, 3) and spec.numel > 0

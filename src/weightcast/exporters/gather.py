@@ -119,11 +119,7 @@ class Gatherer:
     def fill_own(
         self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
     ) -> None:
-        """Writes this rank's parts into its own bucket; other bytes stay.  Nothing moves; all ranks are receivers.
-
-        Raises:
-            ConfigError: As ``fill``.
-        """
+        """Writes this rank's parts into its own bucket; other bytes stay, nothing moves.  Errors as for ``fill``."""
         plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
         taker = sources.reserve(plan.ledger.count(group.rank)) if sources is not None else None
         with torch.no_grad():

@@ -115,11 +115,7 @@ class GatheredExporter(NamedExporter, ABC):
         """The tensors of a model, which the framework has partitioned."""
 
     def shards(self) -> Iterator[Shard]:
-        """Raises an error: partitions are no boxes of tensors.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raises ``ConfigError``: partitions are no boxes of tensors."""
         raise ConfigError(f"{self.framework} keeps flat partitions, which are no boxes of the model's tensors")
 
     def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:

@@ -146,11 +146,7 @@ def placement_of(name: str, tensor: torch.Tensor, shard_of: ShardOf | None) -> P
 
 
 def cuts_of(name: str, tensor: DTensor) -> tuple[tuple[int, int], ...]:
-    """Dimension of the tensor and dimension of the mesh, in the order in which a DTensor's mesh cuts it.
-
-    Raises:
-        ConfigError: The placement is unknown, or ``Partial``.
-    """
+    """Dimensions of tensor and mesh, in the order in which the mesh cuts; ``ConfigError`` for unknown placements."""
     mesh_shape: tuple[int, ...] = tuple(tensor.device_mesh.shape)
     cuts: list[tuple[int, int]] = []
     strided: list[tuple[int, int]] = []

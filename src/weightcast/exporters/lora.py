@@ -40,8 +40,6 @@ from weightcast.wire.layout import BucketLayout, Packing, TensorSlot, TensorSpec
 # Elements of one chunk of computed values: 4 MiB of float32.
 CHUNK_ELEMENTS = 1 << 20
 
-_PEFT_PREFIX = "base_model.model."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
@@ -149,11 +147,7 @@ class Merger:
 
     def computing_bytes(self) -> int | None:
         """Size of all adapters, in bytes; None if PEFT merges some, which takes copies of layers."""
-        return None if self._layers else self.extra_bytes(tuple(self._deltas)) if self._deltas else 0
-
-    def extra_bytes(self, sources: Sequence[int]) -> int:
-        """Size of the adapters of these weights, in bytes."""
-        return sum(spec.size_bytes for spec in self._needed(sources))
+        return None if self._layers else sum(spec.size_bytes for spec in self._needed(tuple(self._deltas)))
 
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part of the adapters.  Collective."""

@@ -273,11 +273,7 @@ class OwnParts:
         return steps, found
 
     def lying(self, served: Sequence[tuple[int, Box]]) -> OwnMemory:
-        """Places of the parts that others read, given as number of the slot and box.
-
-        Raises:
-            ConfigError: A part does not lie in memory as it travels.
-        """
+        """Places of parts that others read, by number of the slot and box; ``ConfigError`` if one lies otherwise."""
         known = self._lying
         found = known.watched.now() if known is not None else None
         if known is None or found is None or known.served != served or known.layout is not found.layout:

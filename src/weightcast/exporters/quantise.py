@@ -31,11 +31,7 @@ _CHUNK_IN_PLACE = 1 << 21
 
 
 def quantised_specs(specs: Sequence[TensorSpec], form: Fp8Format) -> list[TensorSpec]:
-    """The travelling tensors: each quantised weight is followed by its scales.
-
-    Raises:
-        ConfigError: The format has no scales for a weight that it is to quantise.
-    """
+    """The travelling tensors: each quantised weight is followed by its scales.  Errors as for ``Fp8Format.wants``."""
     return [spec for spec, _, _ in _expanded(specs, form)]
 
 

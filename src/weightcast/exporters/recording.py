@@ -68,11 +68,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def segments(self, tensor: torch.Tensor) -> tuple[Segment, ...]:
-        """The boxes of the sources that make up a tensor.
-
-        Raises:
-            NotRecorded: The values were computed, or are no union of boxes.
-        """
+        """The boxes of the sources that make up a tensor; ``NotRecorded`` for values that are computed, or no boxes."""
         shape, storage = tuple(tensor.shape), _storage(tensor)
         if storage in self._computed:
             raise NotRecorded(f"its values are computed by {self._computed[storage]}")
@@ -332,11 +328,7 @@ def _interval(start: int, end: int, radices: list[int]) -> list[list[tuple[int, 
 
 
 def _boxes(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Segment]:
-    """Splits a copy between a whole source and a whole target, both contiguous, into boxes whose steps are all 1.
-
-    Raises:
-        NotRecorded: The copy needs too many boxes.
-    """
+    """Splits a copy between a whole source and target, both contiguous, into boxes; ``NotRecorded`` for too many."""
     kept: dict[int, tuple[int, int]] = {}  # dimension of the target: dimension of the source, extent
     run: list[tuple[int, int, int, int, int]] = []
     for extent, step_to, step_of in sorted(copy.axes, key=lambda axis: -axis[0]):

@@ -1,8 +1,8 @@
 """Probes targets in the background, so that a silent target does not delay the others.
 
-A probe runs until its target answers, across calls of ``look``.  A silent target therefore costs one short wait, and
-``look`` sees its answer as soon as it is back.  A host that is switched off fails to connect only after seconds; its
-probe is repeated in the background, and ``look`` returns the last error at once.
+A probe runs until its target answers, from one look to the next.  A silent target therefore costs one short wait, and
+the next look sees its answer as soon as it is back.  A host that is switched off fails to connect only after seconds;
+its probe is repeated in the background, and a look returns the last error at once.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class BackgroundProbe(Generic[Answer]):
         self._ask = ask
         self._open: dict[str, _Probe[Answer]] = {}  # changed on the event loop only, except for ``forget``
 
-    def look(
+    async def look_on_loop(
         self, patience_s: Mapping[str, float], *, anew: Collection[str] = (), since: float | None = None
     ) -> dict[str, Answer | WeightcastError]:
-        """Probes targets and waits for their answers.
+        """Probes targets and waits for their answers, on the event loop.
 
         Args:
             patience_s: Deadline in seconds by URL, counted from the start of the probe, which an earlier call may
@@ -58,12 +58,6 @@ class BackgroundProbe(Generic[Answer]):
             The answer or the error by URL; ``TargetUnreachable`` for a target that has not answered yet.  Concurrent
             calls share a probe and its answer.
         """
-        return event_loop.run(self.look_on_loop(patience_s, anew=anew, since=since))
-
-    async def look_on_loop(
-        self, patience_s: Mapping[str, float], *, anew: Collection[str] = (), since: float | None = None
-    ) -> dict[str, Answer | WeightcastError]:
-        """As ``look``, on the event loop."""
         now = time.monotonic()
         # While this call waits, another may take the answer, and `forget` may drop the probe.
         probes = {url: self._start(url, now, since=since) for url in patience_s}

@@ -22,40 +22,18 @@ import msgspec
 TargetState = Literal["gone", "joining", "updating", "serving", "quarantined"]
 Event = Literal["answered", "restarted", "silent", "lost", "opened", "committed", "broken"]
 
+_ANY: Mapping[Event, TargetState] = {
+    "restarted": "joining",
+    "silent": "quarantined",
+    "lost": "gone",
+    "broken": "quarantined",
+}
 NEXT: Mapping[TargetState, Mapping[Event, TargetState]] = {
     "gone": {"answered": "joining", "silent": "gone", "lost": "gone", "broken": "gone"},
-    "joining": {
-        "answered": "joining",
-        "restarted": "joining",
-        "silent": "quarantined",
-        "lost": "gone",
-        "opened": "updating",
-        "broken": "quarantined",
-    },
-    "updating": {  # `Fleet.kept` restores the state before the update
-        "answered": "updating",
-        "restarted": "joining",
-        "silent": "quarantined",
-        "lost": "gone",
-        "committed": "serving",
-        "broken": "quarantined",
-    },
-    "serving": {
-        "answered": "serving",
-        "restarted": "joining",
-        "silent": "quarantined",
-        "lost": "gone",
-        "opened": "updating",
-        "broken": "quarantined",
-    },
-    "quarantined": {
-        "answered": "quarantined",
-        "restarted": "joining",
-        "silent": "quarantined",
-        "lost": "gone",
-        "opened": "updating",
-        "broken": "quarantined",
-    },
+    "joining": {"answered": "joining", "opened": "updating", **_ANY},
+    "updating": {"answered": "updating", "committed": "serving", **_ANY},  # `Fleet.kept` restores the state before
+    "serving": {"answered": "serving", "opened": "updating", **_ANY},
+    "quarantined": {"answered": "quarantined", "opened": "updating", **_ANY},
 }
 
 

@@ -43,13 +43,6 @@ class SleepHooks(TellsSleep, Protocol):
         """Holds new requests back; returns when none runs.  Raises ``Refused`` if some do; then nothing is held."""
         ...
 
-    def end_hold_of_sleep(self, *, serves: bool) -> None:
-        """Lets requests go on if all memory is back.
-
-        If not ``serves``, the weights are not known, and the next update ends the hold.
-        """
-        ...
-
 
 class SleepingSessions(SessionHandler):
     """The sessions of an engine whose memory may sleep; its description of itself says what does."""
@@ -107,13 +100,18 @@ def fall_asleep(
             engine.discarded(discarded)  # before the call, which may fail half way
         do()
     finally:
-        hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+        _end_hold(engine, hooks)
 
 
 def wake_up(engine: SessionHandler, hooks: SleepHooks, do: Callable[[], object]) -> None:
     """Wakes memory; called inside ``between_updates``."""
     do()
-    hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+    _end_hold(engine, hooks)
+
+
+def _end_hold(engine: SessionHandler, hooks: SleepHooks) -> None:
+    if engine.state != "quarantined":  # otherwise the weights are not known, and the next update ends the hold
+        hooks.resume()
 
 
 def refuse(tags: Collection[str], why: str) -> None:

@@ -96,11 +96,7 @@ class Draft(ABC):
         """The tensors that the engine computes with instead of the table; empty without one."""
 
     def _destinations(self, checkpoint: Weights) -> dict[str, set[str]]:
-        """Loads the checkpoint once more; returns the tensors that each of its tensors is written into.
-
-        Raises:
-            ConfigError: The loader does more than to write parameters.
-        """
+        """The tensors that each of the checkpoint's is loaded into; ``ConfigError`` if the loader does more."""
         specs = [TensorSpec.of(name, tensor) for name, tensor in checkpoint]
         before = _plain_tensors(self._model)
         recording = record_routes(self._load_own, specs, self._everything | self._tables())

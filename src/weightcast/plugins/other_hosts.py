@@ -77,11 +77,7 @@ class Reception:
             )
 
     def wait_for(self, ranks: Sequence[int], timeout_s: float) -> dict[int, AuthenticatedConnection]:
-        """Returns the connections of ranks on other hosts, which the caller closes.
-
-        Raises:
-            EngineFailure: One did not come in time.
-        """
+        """The connections of ranks elsewhere, which the caller closes; ``EngineFailure`` if one is not in time."""
         deadline = Deadline(timeout_s)
         while missing := [rank for rank in ranks if rank not in self._here]:
             connection = self._gate.admit(deadline.left_s()) if self._gate is not None else None

@@ -169,10 +169,9 @@ class SocketRanks(ConnectedRanks):
 
 def _connect(folder: str, rank: int) -> Connection:
     try:
-        connection = Client(socket_path(folder, rank), family="AF_UNIX")
+        return Client(socket_path(folder, rank), family="AF_UNIX")
     except OSError as error:
         raise EngineFailure(f"rank {rank} does not listen on this host: {error}", ranks=[rank]) from error
-    return connection
 
 
 def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequence[str], staging_note: str) -> Hello:

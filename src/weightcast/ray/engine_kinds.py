@@ -106,11 +106,7 @@ def lmdeploy_engine(model: str, *arguments: str, program: tuple[str, ...] = ("lm
 
 
 def wake_requests(kind: EngineKind, tags: Sequence[str]) -> list[tuple[str, bytes]]:
-    """Returns the paths and bodies that wake an engine, wholly or the memory of these tags.
-
-    Raises:
-        ConfigError: There are tags, and engines of this kind take none.
-    """
+    """Paths and bodies that wake an engine, or the memory of these tags; ``ConfigError`` if its kind takes no tags."""
     requests = [(path, b"{}") for path in kind.wake]
     if not tags:
         return requests

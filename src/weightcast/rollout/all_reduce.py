@@ -124,11 +124,7 @@ class SharedMemoryReduce:
 
 
 def connect(rendezvous: str, *, rank: int, timeout_s: float) -> Any:
-    """Connects to the running TCP store at ``rendezvous`` (``host:port``); ``timeout_s`` limits each operation.
-
-    Raises:
-        EngineFailure: Nothing answers at the rendezvous.
-    """
+    """Connects to a TCP store at ``host:port``; ``timeout_s`` limits each operation.  ``EngineFailure`` without it."""
     host, _, port = rendezvous.rpartition(":")
     try:
         tcp = _dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -140,11 +136,7 @@ def connect(rendezvous: str, *, rank: int, timeout_s: float) -> Any:
 
 
 def exchange(store: Any, key: str, value: str, *, rank: int, size: int) -> list[str]:
-    """Exchanges a value between all ranks and returns every rank's, in rank order.
-
-    Raises:
-        EngineFailure: A rank did not send its value in time.
-    """
+    """Exchanges a value between all ranks, and returns them in rank order; ``EngineFailure`` if one is not in time."""
     try:
         store.set(f"{key} {rank}", value)
         return [store.get(f"{key} {peer}").decode() for peer in range(size)]

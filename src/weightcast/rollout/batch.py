@@ -178,15 +178,8 @@ class Batch:
 
     def end_aborted(self, request_ids: AbstractSet[str], *, version: int) -> None:
         """Ends the requests with these ids, with the tokens that they have; ignores unknown ids."""
-        if not request_ids:
-            return
-        for sequence in [*self.running, *self.waiting]:
-            if sequence.generation.request.request_id in request_ids:
-                if any(sequence is other for other in self.running):
-                    self._remove_running(sequence)
-                else:
-                    self.waiting.remove(sequence)
-                self._finish(sequence, "abort", version, None)
+        if request_ids:
+            self._end_if(lambda one: one.request.request_id in request_ids, "abort", version, None)
 
     def generations(self) -> list[Generation]:
         """Every request, running or waiting."""
@@ -194,14 +187,18 @@ class Batch:
 
     def end_these(self, generations: Collection[Generation], *, version: int, error: str) -> None:
         """Ends those of some requests that run or wait, with an error."""
+        self._end_if(lambda one: any(one is other for other in generations), "error", version, error)
+
+    def _end_if(
+        self, chosen: Callable[[Generation], bool], reason: FinishReason, version: int, error: str | None
+    ) -> None:
         for sequence in [*self.running, *self.waiting]:
-            if not any(sequence.generation is one for one in generations):
-                continue
-            if any(sequence is other for other in self.running):
-                self._remove_running(sequence)
-            else:
-                self.waiting.remove(sequence)
-            self._finish(sequence, "error", version, error)
+            if chosen(sequence.generation):
+                if any(sequence is other for other in self.running):
+                    self._remove_running(sequence)
+                else:
+                    self.waiting.remove(sequence)
+                self._finish(sequence, reason, version, error)
 
     def end_all(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
         """Ends every request, running or waiting."""

@@ -20,11 +20,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def read_config(model_dir: Path) -> PretrainedConfig:
-    """Reads the configuration of a model folder.
-
-    Raises:
-        ConfigError: The folder is no model folder, or of a family that the reference engine does not know.
-    """
+    """Reads the configuration of a model folder; ``ConfigError`` if it is none, or of an unknown family."""
     path = model_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{model_dir} is not a model folder: it has no config.json")

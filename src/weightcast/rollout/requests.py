@@ -203,11 +203,7 @@ class Generation:
         return self._complete()
 
     async def finished(self) -> Answer:
-        """Waits in an event loop until the answer is complete.
-
-        Raises:
-            EngineFailure: The answer ended with an error.
-        """
+        """Waits in an event loop until the answer is complete; ``EngineFailure`` if it ended with an error."""
         await self._wait(each_token=False)
         return self._complete()
 

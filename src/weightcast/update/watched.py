@@ -50,7 +50,7 @@ def gather_ends(
 
     ``heard`` is when this rank heard that the update is over, ``asked_at`` the head's time before it told them.
     """
-    mine = _RankEnd(extra_bytes=extra_bytes, steps=None if group.is_head else recorder.mine(heard))
+    mine = _RankEnd(extra_bytes=extra_bytes, steps=None if group.is_head else recorder.recording.mine(heard))
     gathered = group.gather_bytes(msgspec.json.encode(mine))
     told_at = time.monotonic()
     if gathered is None:

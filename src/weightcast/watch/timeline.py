@@ -55,10 +55,6 @@ class TimelineRecorder(ByKind):
     def _was_asked(self, event: Asked) -> None:
         self.recording.add_message(event)
 
-    def mine(self, heard: float) -> RankSteps:
-        """Returns the steps of this rank for the head; ``heard`` as in ``RankSteps``."""
-        return self.recording.mine(heard)
-
 
 class Recording:
     """The steps of one update on this rank, and the messages of the head."""
@@ -94,7 +90,7 @@ class Recording:
         return found
 
     def mine(self, heard: float) -> RankSteps:
-        """As ``TimelineRecorder.mine``."""
+        """Returns the steps of this rank for the head; ``heard`` as in ``RankSteps``."""
         return RankSteps(rank=self._rank, steps=tuple(self.steps), heard=heard, answered=time.monotonic())
 
     def timeline(self, ranks: Sequence[RankSteps] = (), *, asked_at: float = 0.0, told_at: float = 0.0) -> Timeline:

@@ -46,11 +46,7 @@ def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -
 
 
 def check_readable(layout: BucketLayout, memory: TorchMemory) -> str:
-    """Returns the bucket's dtype.
-
-    Raises:
-        ConfigError: The bucket has several dtypes, a part of a tensor, or ends outside the buffer.
-    """
+    """The bucket's dtype; ``ConfigError`` for several, for a part of a tensor, and for an end outside the buffer."""
     dtypes = sorted({slot.spec.dtype for slot in layout.slots})
     if len(dtypes) != 1:
         raise ConfigError(

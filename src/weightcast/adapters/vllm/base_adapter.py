@@ -37,11 +37,7 @@ class BaseVllmAdapter(StockAdapter, ABC):
         self._checksums: dict[str, str] = {}
 
     def open(self, message: Open) -> Steps:
-        """Pauses the engine and starts a weight update.
-
-        Raises:
-            ConfigError: A cache would give results of the old weights to new requests.
-        """
+        """Pauses the engine and starts an update; ``ConfigError`` if a cache would give results of the old weights."""
         self._version = message.version
         self._started = False
         self._paused_s = 0.0

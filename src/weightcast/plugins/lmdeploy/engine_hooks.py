@@ -89,11 +89,6 @@ class LmdeployHooks:
             self.resume()
             raise
 
-    def end_hold_of_sleep(self, *, serves: bool) -> None:
-        """Lets requests go on if all memory is back; if the weights are not known, the next update ends the hold."""
-        if serves:
-            self.resume()
-
     def drop_caches(self) -> None:
         """Does nothing: the pause, or the switch, has dropped them."""
 

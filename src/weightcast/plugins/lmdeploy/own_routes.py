@@ -115,11 +115,7 @@ def _check_tags(tags: Collection[str]) -> None:
 def admit_own_updates(
     router: APIRouter, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls, folder: str
 ) -> None:
-    """Wraps the routes that write weights.  They answer 409 while an update of ours is under way.
-
-    Raises:
-        ConfigError: This LMDeploy lacks one of the routes.
-    """
+    """Wraps the routes that write weights; ``ConfigError`` without one.  They answer 409 during an update of ours."""
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
     found = {route.path: route for route in routes if "POST" in (route.methods or ())}
     lacking = [f"the server has no route {path}" for path in _WRITING if path not in found]

@@ -122,9 +122,6 @@ class LmdeployRank(SwitchRank):
             1e3 * (time.monotonic() - began),
         )
 
-    def told_to_switch(self) -> None:
-        """Does nothing: the mark comes from the engine process."""
-
     def sleep(self, *, discard: bool) -> None:
         """Frees the staging set, with ``discard`` the weights too, before LMDeploy moves the weights to the host."""
         with torch.inference_mode():

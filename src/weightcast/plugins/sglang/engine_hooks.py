@@ -94,11 +94,6 @@ class SglangHooks:
         """Notes memory that is back."""
         self._asleep -= tags
 
-    def end_hold_of_sleep(self, *, serves: bool) -> None:
-        """Lets requests go on if all memory is back; if the weights are not known, the next update ends the hold."""
-        if serves:
-            self.resume()
-
     def drop_caches(self) -> None:
         """Does nothing: the switch has dropped them, in every rank."""
 

@@ -190,11 +190,7 @@ class SglangRank(SwitchRank):
 
 
 def replica_of(runner: Any, parallel: Any) -> int:
-    """Number of the data-parallel engine that a scheduler process belongs to.
-
-    Raises:
-        ConfigError: There are several, and this version does not say which one it is.
-    """
+    """Number of the data-parallel engine of a scheduler process; ``ConfigError`` if SGLang does not say it."""
     # Version 0.5.17 has it beside the runner's other ranks.
     number = getattr(getattr(runner, "ps", parallel), "dp_rank", None)
     if number is None and (getattr(resolved(runner.server_args), "dp_size", None) or 1) > 1:

@@ -194,11 +194,7 @@ class Endpoints(Late):
 
 
 def elsewhere_of(config: Any) -> Elsewhere | None:
-    """Returns address and secret for ranks on other hosts; None if this server can have none.
-
-    Raises:
-        ConfigError: Ranks are on several hosts, and there is no secret.
-    """
+    """Address and secret for ranks on other hosts, or None if there can be none; ``ConfigError`` without a secret."""
     from vllm.utils.network_utils import get_ip
 
     parallel = config.parallel_config

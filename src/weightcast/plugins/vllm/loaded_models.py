@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError
+from weightcast.plugins.drafts import Weights, apart
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.plugins.vllm.rank_protocol import is_dummy
 from weightcast.receiver.loader import Finisher
@@ -31,8 +32,6 @@ from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 from weightcast.wire.routes import Route
 
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp")
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class LoadedModels:
@@ -147,21 +146,11 @@ class LoadedModels:
             if picked:
                 self._parts[DRAFT_PREFIX][0].load_weights(picked)
             return
-        rest = iter(weights)
-        of_draft: list[tuple[str, torch.Tensor]] = []
-
-        def of_model() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in rest:
-                if DRAFT_PREFIX in self._parts and name.startswith(DRAFT_PREFIX):
-                    of_draft.append((name, tensor))
-                    return
-                yield name, tensor
-
-        first = next(of_model(), None)
-        if first is not None:
-            self._parts[""][0].load_weights(chain((first,), of_model()))
-        if of_draft:
-            named = ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in chain(of_draft, rest))
+        first, second = apart(weights) if DRAFT_PREFIX in self._parts else (weights, ())
+        if (of_model := _unless_empty(first)) is not None:
+            self._parts[""][0].load_weights(of_model)
+        if (of_draft := _unless_empty(second)) is not None:
+            named = ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in of_draft)
             self._parts[DRAFT_PREFIX][0].load_weights(pair for pair in named if pair[0] not in self._lent)
 
     def copies(self, routes: Mapping[str, Sequence[Route]]) -> dict[str, str]:
@@ -222,6 +211,12 @@ def _load_config(vllm_config: Any) -> Any:
     except ImportError:  # version 0.25.1
         return vllm_config.speculative_config.draft_load_config or vllm_config.load_config
     return get_draft_load_config(vllm_config)
+
+
+def _unless_empty(weights: Weights) -> Weights | None:
+    rest = iter(weights)
+    first = next(rest, None)
+    return None if first is None else chain((first,), rest)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:

@@ -341,11 +341,7 @@ def _packed_anew(part: _Packed) -> dict[str, torch.Tensor]:
 
 
 def _bring(part: _Packed, packed: dict[str, torch.Tensor]) -> None:
-    """Copies packed tensors into the layer's tensors, because its kernel may hold those objects.
-
-    Raises:
-        EngineFailure: The layer has no tensor of this name, shape and dtype.
-    """
+    """Copies packed tensors into the layer's, which its kernel may hold; ``EngineFailure`` if one does not fit."""
     live = _tensors_by_name(part.layer)
     for name, tensor in packed.items():
         target = live.get(name)

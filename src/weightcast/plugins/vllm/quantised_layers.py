@@ -223,11 +223,7 @@ class QuantisedLayer:
             table.update(live)
 
     def derive(self) -> None:
-        """Derives again what the kernels read, from the loaded form.  The model must be paused.
-
-        Raises:
-            EngineFailure: The result does not fit the live layer any more.
-        """
+        """Derives again what kernels of the paused model read; ``EngineFailure`` if it does not fit the live layer."""
         if self._targets and not (self._recorded is not None and self._recorded.launch()):
             self._recorded = None
             self._derive()
