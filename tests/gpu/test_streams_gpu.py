@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.gpu.needs import needs
 from weightcast.comm.cuda_driver import as_tensor
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, prepare_kernels
-from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open, Readback
 
@@ -47,8 +48,8 @@ class Rank(SwitchRank):
         receiver: Any = self.reading
         self.receiver = receiver
 
-    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
-        task.do()
+    def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:
+        do()
 
 
 def test_an_update_reads_what_the_engine_has_written_on_the_default_stream():

@@ -34,7 +34,8 @@ class Engine:
         self.calls: list[tuple[Any, ...]] = []
         self.answers: dict[str, Any] = {}
 
-    async def _collective_rpc_async(self, name: str, *arguments: Any) -> Any:
+    async def _collective_rpc_async(self, call: str, name: str, *arguments: Any) -> Any:
+        assert call == "weightcast_call"
         self.calls.append((name, *arguments))
         answer = self.answers.get(name, "")
         if isinstance(answer, Exception):
@@ -72,23 +73,23 @@ def test_abort_and_wait_hold_requests_back_and_the_other_modes_do_not(loop: asyn
     assert hooks.paused
     hooks.resume()
     assert not hooks.paused
-    assert engine.calls == [("weightcast_pause", "wait", PATIENCE_S), ("weightcast_resume",)]
+    assert engine.calls == [("pause", "wait", PATIENCE_S), ("resume",)]
 
 
 def test_a_pause_that_fails_says_why_and_can_be_resumed(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine()
     hooks = hooks_of(engine, loop)
-    engine.answers["weightcast_pause"] = "the requests that run did not end within 1 s"
+    engine.answers["pause"] = "the requests that run did not end within 1 s"
     with pytest.raises(Refused, match="did not end within 1 s"):
         hooks.pause("wait", 1.0)
     hooks.resume()
-    assert engine.calls[-1] == ("weightcast_resume",)
+    assert engine.calls[-1] == ("resume",)
 
 
 def test_an_engine_process_that_is_gone_is_named(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine()
     hooks = hooks_of(engine, loop)
-    engine.answers["weightcast_pause"] = RuntimeError("PyTorch ZMQ engine process is not alive.")
+    engine.answers["pause"] = RuntimeError("PyTorch ZMQ engine process is not alive.")
     with pytest.raises(EngineFailure, match="engine process is not alive"):
         hooks.pause("abort", PATIENCE_S)
 
@@ -136,7 +137,7 @@ class Sleeper:
 
     @property
     def asked(self) -> list[str]:
-        return [call[0].removeprefix("weightcast_") for call in self.engine.calls]
+        return [call[0] for call in self.engine.calls]
 
 
 def test_requests_are_held_from_the_beginning_of_sleep_until_all_memory_is_back(
@@ -167,7 +168,7 @@ def test_engine_without_its_weights_lets_requests_go_on_after_an_update(loop: as
 
 def test_sleep_that_cannot_be_is_refused_and_requests_go_on(loop: asyncio.AbstractEventLoop) -> None:
     server = Sleeper(loop)
-    server.engine.answers["weightcast_pause"] = "the forward that runs did not end within 30 s"
+    server.engine.answers["pause"] = "the forward that runs did not end within 30 s"
     with pytest.raises(HTTPException, match="did not end within 30 s") as caught:
         server.sleep(2)
     assert (caught.value.status_code, server.asked, server.session.state) == (409, ["pause", "resume"], "serving")

@@ -20,7 +20,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import Invitation
-from weightcast.plugins.rank_sockets import READY, Hello, committed_after, socket_path, switches_weights
+from weightcast.plugins.rank_sockets import READY, Hello, socket_path, switch_of
 from weightcast.plugins.vllm.core_switch import ASK, SWITCH_BETWEEN
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
@@ -48,8 +48,7 @@ class Rank(Echo):
         self.been, self.over, self.alone = threading.Event(), threading.Event(), threading.Event()
 
     def apply(self, message: Message) -> RankAck:
-        switches = switches_weights(message, self.committed)
-        self.committed = committed_after(message, self.committed)
+        switches, self.committed = switch_of(message, self.committed)
         if switches:
             assert self.connection is not None
             self.connection.send_bytes(READY)

@@ -14,7 +14,7 @@ from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, Refused, TargetRejected
-from weightcast.plugins.rank_sockets import Hello, SocketRanks
+from weightcast.plugins.rank_sockets import Hello, SwitchExecutor
 from weightcast.update import choose
 from weightcast.update.diagnose import _sharing
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED
@@ -56,7 +56,7 @@ def test_a_rank_in_words_has_its_host_only_if_there_are_several() -> None:
     ("hosts", "named"), [(("a", "b"), [("a", "a"), ("b", "b")]), (("a", "a"), [("", ""), ("", "")])]
 )
 def test_ranks_of_a_plug_in_name_their_hosts_if_these_are_several(hosts: tuple[str, ...], named: list[object]) -> None:
-    ranks = SocketRanks.__new__(SocketRanks)
+    ranks = SwitchExecutor.__new__(SwitchExecutor)
     ranks.hellos = [hello(rank, host) for rank, host in enumerate(hosts)]
     assert [(rank.host_id, rank.host) for rank in ranks.rank_infos()] == named
 

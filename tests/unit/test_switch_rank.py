@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.unit.test_messages import OPEN
-from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.runtime.pace import slices
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Commit, Message, Open
@@ -38,8 +39,8 @@ class PolledRank(SwitchRank):
         receiver: Any = Working()
         self.receiver = receiver
 
-    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
-        task.do()
+    def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:
+        do()
 
 
 @pytest.fixture
@@ -141,8 +142,7 @@ class Reading(Working):
 
     def apply(self, message: Message) -> RankAck:
         if isinstance(message, Commit):
-            task = BoundaryTask(lambda: self.said.append("exchange"), engine="an engine that polls")
-            self.rank._tasks.append(task)
+            self.rank._tasks.append((lambda: self.said.append("exchange"), Future()))
             assert self.rank.step()
             for part in slices(2, 1):
                 self.said.append(f"slice {part.start}")

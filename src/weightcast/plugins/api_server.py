@@ -7,10 +7,10 @@ and the weights are known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from weightcast.watch.spans import EngineSpans
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
 
 T = TypeVar("T")
-_Result = TypeVar("_Result")
 
 
 class TellsSleep(EngineHooks, Protocol):
@@ -120,23 +119,62 @@ def refuse(tags: Collection[str], why: str) -> None:
         raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")
 
 
-def result_of(future: Future[_Result], timeout_s: float, *, engine: str, what: str) -> _Result:
-    """Waits, on another thread, for work of the engine's own code on the event loop; cancels it after ``timeout_s``.
+class EngineLoop:
+    """The event loop of an engine's API server, on which the engine's own code must run; for threads of the server."""
 
-    Raises:
-        Refused: The work was cancelled, because the update that asked for it was aborted.
-        DeadlineExceeded: The work took too long.
-        EngineFailure: The work failed; the error has the engine's words.
-    """
-    try:
-        return future.result(timeout_s)
-    except CancelledError as error:
-        raise Refused("pause cancelled: the update that asked for it was aborted") from error
-    except FutureTimeout as error:
-        future.cancel()
-        raise DeadlineExceeded(who=engine, waiting_for=what, timeout_s=timeout_s) from error
-    except Exception as error:  # engines' errors have no common class
-        raise EngineFailure(f"{engine}: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+    engine: ClassVar[str]
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
+        self._stoppable: Future[Any] | None = None
+
+    def set_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Notes the loop, which exists once the server runs."""
+        self._loop = loop
+
+    def wait(
+        self,
+        work: Coroutine[Any, Any, Any],
+        timeout_s: float,
+        what: str,
+        *,
+        grace_s: float = 0.0,
+        stoppable: bool = False,
+    ) -> Any:
+        """Runs a coroutine and waits for its result; cancels it after ``timeout_s`` and ``grace_s``.
+
+        Raises:
+            Refused: ``stop_waiting`` was called, and the work is ``stoppable``.
+            DeadlineExceeded: The work took too long.
+            EngineFailure: The work failed; the error has the engine's words.
+        """
+        if self._loop is None:
+            work.close()
+            raise EngineFailure(f"{self.engine}'s server does not run yet")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if stoppable:
+            self._stoppable = future
+        try:
+            return future.result(timeout_s + grace_s)
+        except CancelledError as error:
+            if stoppable:
+                raise Refused("pause cancelled: the update that asked for it was aborted") from error
+            raise EngineFailure(f"{self.engine}'s server is stopping") from error
+        except FutureTimeout as error:
+            future.cancel()
+            raise DeadlineExceeded(who=self.engine, waiting_for=what, timeout_s=timeout_s) from error
+        except Exception as error:  # engines' errors have no common class
+            words = str(error).strip() or "no words"
+            raise EngineFailure(f"{self.engine}: {type(error).__name__}: {words}") from error
+        finally:
+            if stoppable:
+                self._stoppable = None
+
+    def stop_waiting(self) -> None:
+        """Cancels a pause that waits for running requests; ``resume`` must follow."""
+        stoppable = self._stoppable
+        if stoppable is not None:
+            stoppable.cancel()
 
 
 def server_events(model_name: str, *, version: int | None, metrics: bool = True) -> Events:

@@ -73,28 +73,29 @@ def socket_path(folder: str, rank: int) -> str:
     return str(Path(folder) / f"rank-{rank}")
 
 
-def switches_weights(message: Message, committed: str) -> bool:
+def switch_of(message: Message, committed: str) -> tuple[bool, str]:
     """Returns whether a message switches weights, so that it must be carried out while the engine generates nothing.
 
-    That is so for a commit, a revert, and the abort of a committed session.  The API server and the ranks must agree,
-    so both call this function.
+    That is so for a commit, a revert, and the abort of the ``committed`` session.  The second value is the session
+    that counts as committed afterwards; empty for none.  The API server and the ranks must agree, so both call this.
     """
-    return isinstance(message, Commit | Revert) or (isinstance(message, Abort) and message.session == committed)
-
-
-def committed_after(message: Message, committed: str) -> str:
-    """Returns the session that counts as committed once a message has been sent; empty for none."""
     if isinstance(message, Commit):
-        return message.session
-    return "" if isinstance(message, Abort) and message.session == committed else committed
+        return True, message.session
+    if isinstance(message, Abort) and message.session == committed:
+        return True, ""
+    return isinstance(message, Revert), committed
 
 
-class SocketRanks(ConnectedRanks):
-    """The executor in an engine's API server; see ``receiver.executor.Executor``."""
+class SwitchExecutor(ConnectedRanks):
+    """The executor in an engine's API server.  No rank switches weights before all have said that they can.
+
+    The ranks switch between two steps, in a call of the engine or at a mark that travels with the engine's own work.
+    """
 
     def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
         """Connects to ranks that listen in the folder or come to the reception; ``EngineFailure`` without one."""
         super().__init__()
+        self._committed = ""
         self.tp_size = world_size
         self.hellos: list[Hello] = []
         come: dict[int, AuthenticatedConnection] = {}
@@ -112,6 +113,20 @@ class SocketRanks(ConnectedRanks):
                 connection.close()
             self.close()
             raise
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """Implements ``Executor.apply``."""
+        switches, self._committed = switch_of(message, self._committed)
+        if not switches:
+            return self._tell(message, timeout_s)
+        return self._tell(message, timeout_s, lambda: self._agree(message, timeout_s))
+
+    def why_not_now(self, timeout_s: float) -> str:
+        """Called when all ranks are ready.  The reason why none of them may switch; empty if they may."""
+        return ""
+
+    def after_decision(self) -> None:
+        """Called once the ranks have been told to switch."""
 
     def run(self, command: bytes) -> bytes:
         """Refuses: the engine generates by itself."""
@@ -155,6 +170,22 @@ class SocketRanks(ConnectedRanks):
         """The place that every rank can stage in: the worst one that a rank has."""
         places = {hello.staging for hello in self.hellos}
         return "none" if "none" in places else "host" if "host" in places else "device"
+
+    def _agree(self, message: Message, timeout_s: float) -> None:
+        """Waits until each rank has said whether it has something to switch; then lets all of them do so, or none."""
+        try:
+            said = self._replies(self._control, timeout_s, "its readiness to switch")
+        except BaseException:
+            self._note(CANCEL)
+            raise
+        ready = [frame == READY for frame in said]
+        # A rank that refuses a commit has nothing to switch, and then nobody switches.  A rank may well have nothing to
+        # take back.
+        go = all(ready) if isinstance(message, Commit) else any(ready)
+        why = self.why_not_now(timeout_s) if go else "not all ranks were ready to switch weights"
+        self._note(CANCEL + why.encode() if why else GO)
+        if not why:
+            self.after_decision()
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
         process = ""
@@ -261,7 +292,7 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
     return notes
 
 
-def engine_facts(executor: SocketRanks, *, notes: Sequence[str] = (), **fields: Any) -> EngineFacts:
+def engine_facts(executor: SwitchExecutor, *, notes: Sequence[str] = (), **fields: Any) -> EngineFacts:
     """The description of an engine, from the greetings of its ranks.  Logs the notes for the user."""
     hellos = executor.hellos
     specs, optional = tables_of(hellos)
@@ -288,45 +319,3 @@ def transports_of(hellos: Sequence[Hello]) -> tuple[str, ...]:
 def computed_by(hellos: Sequence[Hello]) -> list[str]:
     """Names of the tensors that the loader of some rank computes with, so that no rank can stage or prove them."""
     return list(dict.fromkeys(name for hello in hellos for name in hello.computed))
-
-
-class SwitchExecutor(SocketRanks):
-    """Sends messages to all ranks.  None of them switches weights before all have said that they can.
-
-    The ranks switch between two steps, in a call of the engine or at a mark that travels with the engine's own work.
-    """
-
-    def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
-        self._committed = ""
-        super().__init__(world_size, folder, reception)
-
-    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        """Implements ``Executor.apply``."""
-        switches = switches_weights(message, self._committed)
-        self._committed = committed_after(message, self._committed)
-        if not switches:
-            return self._tell(message, timeout_s)
-        return self._tell(message, timeout_s, lambda: self._agree(message, timeout_s))
-
-    def why_not_now(self, timeout_s: float) -> str:
-        """Called when all ranks are ready.  The reason why none of them may switch; empty if they may."""
-        return ""
-
-    def after_decision(self) -> None:
-        """Called once the ranks have been told to switch."""
-
-    def _agree(self, message: Message, timeout_s: float) -> None:
-        """Waits until each rank has said whether it has something to switch; then lets all of them do so, or none."""
-        try:
-            said = self._replies(self._control, timeout_s, "its readiness to switch")
-        except BaseException:
-            self._note(CANCEL)
-            raise
-        ready = [frame == READY for frame in said]
-        # A rank that refuses a commit has nothing to switch, and then nobody switches.  A rank may well have nothing to
-        # take back.
-        go = all(ready) if isinstance(message, Commit) else any(ready)
-        why = self.why_not_now(timeout_s) if go else "not all ranks were ready to switch weights"
-        self._note(CANCEL + why.encode() if why else GO)
-        if not why:
-            self.after_decision()

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Listener
 from typing import ClassVar
@@ -28,11 +29,10 @@ from weightcast.plugins.rank_sockets import (
     NOTHING,
     READY,
     Hello,
-    committed_after,
     hello_of,
     serve_api_server,
     socket_path,
-    switches_weights,
+    switch_of,
 )
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
@@ -57,33 +57,6 @@ _STEP_S = 0.02
 _LOOK_S = 2e-4
 
 
-class BoundaryTask:
-    """Work for the engine's thread."""
-
-    def __init__(self, do: Callable[[], None], *, engine: str) -> None:
-        self.do = do
-        self._engine = engine
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def finish(self, error: BaseException | None) -> None:
-        """Notes that the work is over, and how it failed."""
-        self._error = error
-        self._done.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until the work is over.
-
-        Raises:
-            DeadlineExceeded: The engine's loop did not come to it in time; it may still do so.
-            BaseException: The error of the work.
-        """
-        if not self._done.wait(timeout_s):
-            raise DeadlineExceeded(who=self._engine, waiting_for="its loop to switch weights", timeout_s=timeout_s)
-        if self._error is not None:
-            raise self._error
-
-
 class SwitchRank(ABC):
     """One rank's receiver.  ``apply`` is called by one thread at a time; ``interrupt`` and ``on_note`` by another.
 
@@ -97,7 +70,7 @@ class SwitchRank(ABC):
         self.rank = rank
         self.device = device
         self._beside = OwnStream(device)
-        self._tasks: deque[BoundaryTask] = deque()
+        self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._listener: Listener | None = None
         self._connection: Connection | None = None
         self._decisions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -114,8 +87,8 @@ class SwitchRank(ABC):
     # -- for subclasses
 
     @abstractmethod
-    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
-        """Runs the exchange of weights on the engine's thread, between two steps.
+    def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:
+        """Runs ``do``, the exchange of weights, on the engine's thread, between two steps.
 
         It is ``forward`` for a commit, and not if the old version comes back.
         """
@@ -193,15 +166,15 @@ class SwitchRank(ABC):
         """Carries out the oldest work that waits.  A rank with none has nothing to switch, and returns False."""
         if not self._tasks:
             return False
-        task = self._tasks.popleft()
+        do, done = self._tasks.popleft()
         assert self._open is not None
         self._stepped_at = float("-inf")  # it may be paused, and then no step comes before the weights are read back
         try:
-            self.carry_out(task, self._open, forward=isinstance(self._switching, Commit))
+            self.carry_out(do, self._open, forward=isinstance(self._switching, Commit))
         except BaseException as error:  # noqa: BLE001  an error here would end the engine
-            task.finish(error)
+            done.set_exception(error)
         else:
-            task.finish(None)
+            done.set_result(None)
         return True
 
     # -- the API server's side, on threads of our own
@@ -214,8 +187,7 @@ class SwitchRank(ABC):
                 return RankAck(rank=self.rank, ok=False, refused=True, error=why)
             self._open = message
             self.in_session = True
-        switches = switches_weights(message, self._committed)
-        self._committed = committed_after(message, self._committed)
+        switches, self._committed = switch_of(message, self._committed)
         self._said_ready = False
         self._switching = message
         self._applying = True
@@ -247,9 +219,10 @@ class SwitchRank(ABC):
 
         Raises:
             Refused: Another rank cannot switch; nothing was done.
-            DeadlineExceeded: The engine's loop did not come to it.
+            DeadlineExceeded: The engine's loop did not come to it in time; it may still do so.
         """
-        task = BoundaryTask(do, engine=self.engine)
+        done: Future[None] = Future()
+        task = do, done
         self._tasks.append(task)
         self._said_ready = True
         self._say(READY)
@@ -261,7 +234,10 @@ class SwitchRank(ABC):
             with suppress(ValueError):
                 self._tasks.remove(task)  # no mark will come for it
             raise Refused(decision.removeprefix(CANCEL).decode() or "the switch of weights was cancelled")
-        task.wait(self._open.timeout_s if self._open is not None else _AGREE_S)
+        timeout_s = self._open.timeout_s if self._open is not None else _AGREE_S
+        if not wait([done], timeout_s).done:
+            raise DeadlineExceeded(who=self.engine, waiting_for="its loop to switch weights", timeout_s=timeout_s)
+        done.result()
 
     @contextmanager
     def _own_stream(self, message: Message) -> Generator[None]:

@@ -6,14 +6,12 @@ of the switch itself: all ranks agree, the engine comes to rest if it must, and 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, EngineFailure, Refused, WeightcastError
+from weightcast.errors import EngineFailure, Refused, WeightcastError
+from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.lmdeploy.folder import failure_words
 from weightcast.plugins.rank_sockets import SwitchExecutor
 from weightcast.wire.answers import RankAck
@@ -22,7 +20,7 @@ from weightcast.wire.messages import Message, Open
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 _SHORT_S = 30.0
-_GRACE_S = 10.0  # the engine process keeps its own deadlines
+_GRACE_S = 10.0
 _MARK_S = 60.0
 
 
@@ -49,7 +47,7 @@ class LmdeployHooks:
             return
         self._held, self._stopped = True, False
         try:
-            self._calls.call("weightcast_pause", mode, timeout_s, timeout_s=timeout_s)
+            self._calls.call("pause", mode, timeout_s, timeout_s=timeout_s)
         except Refused:
             if self._stopped:
                 raise Refused("pause cancelled: the update that asked for it was aborted") from None
@@ -60,14 +58,14 @@ class LmdeployHooks:
         if self._held and not self._stopped:
             self._stopped = True
             try:
-                self._calls.call("weightcast_stop_waiting", timeout_s=_SHORT_S)
+                self._calls.call("stop_waiting", timeout_s=_SHORT_S)
             except WeightcastError as error:
                 log.warning("could not cancel the pause: %s", error)
 
     def resume(self) -> None:
         """Lets requests go on, unless some memory sleeps."""
         if self._held and not self.asleep:
-            self._calls.call("weightcast_resume", timeout_s=_SHORT_S)
+            self._calls.call("resume", timeout_s=_SHORT_S)
             self._held = False
 
     @property
@@ -96,50 +94,31 @@ class LmdeployHooks:
         """Does nothing: LMDeploy reports no version of its weights."""
 
 
-class EngineCalls:
+class EngineCalls(EngineLoop):
     """Our methods in the engine process, as threads of the API server call them over LMDeploy's own connection."""
+
+    engine = "LMDeploy"
 
     def __init__(self, engine: Any) -> None:
         """``engine`` is LMDeploy's ``ZMQMPEngine``."""
+        super().__init__()
         self._engine = engine
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def set_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Notes the server's event loop, which exists once the server runs."""
-        self._loop = loop
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Calls one of ``engine_process.METHODS``, which returns why it failed, or nothing.
+        """Calls a method of ``RequestsAtSwitch`` in the engine process.
 
         Raises:
             Refused: The engine process could not do it; nothing changed.
             DeadlineExceeded: It did not answer.
             EngineFailure: It is gone.
         """
-        words = self.result(self._engine._collective_rpc_async(method, *arguments), timeout_s)
+        words = self.result(self._engine._collective_rpc_async("weightcast_call", method, *arguments), timeout_s)
         if words:
             raise Refused(f"LMDeploy: {words}")
 
     def result(self, work: Any, timeout_s: float) -> Any:
-        """Runs a coroutine on the server's event loop.
-
-        Raises:
-            DeadlineExceeded: It did not end.
-            EngineFailure: It failed, in LMDeploy's words.
-        """
-        if self._loop is None:
-            work.close()
-            raise EngineFailure("LMDeploy's server does not run yet")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s + _GRACE_S)
-        except FutureTimeout as error:
-            future.cancel()
-            raise DeadlineExceeded(who="LMDeploy", waiting_for="its engine process", timeout_s=timeout_s) from error
-        except CancelledError as error:
-            raise EngineFailure("LMDeploy's server is stopping") from error
-        except Exception as error:  # LMDeploy's errors have no common class
-            raise EngineFailure(f"LMDeploy: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+        """As ``wait``, with room for the deadlines that the engine process keeps itself."""
+        return self.wait(work, timeout_s, "its engine process", grace_s=_GRACE_S)
 
 
 class LmdeployExecutor(SwitchExecutor):
@@ -175,7 +154,7 @@ class LmdeployExecutor(SwitchExecutor):
         if self._mode != "retract":
             return ""
         try:
-            self._calls.call("weightcast_retract", timeout_s, timeout_s=timeout_s)
+            self._calls.call("retract", timeout_s, timeout_s=timeout_s)
         except WeightcastError as error:
             return str(error)
         return ""
@@ -192,6 +171,6 @@ class LmdeployExecutor(SwitchExecutor):
     def after_decision(self) -> None:
         """Implements ``SwitchExecutor.after_decision``."""
         try:
-            self._calls.call("weightcast_mark", timeout_s=_MARK_S)
+            self._calls.call("mark", timeout_s=_MARK_S)
         except WeightcastError as error:
             log.error("the mark was not sent, and the ranks will give up: %s", error)

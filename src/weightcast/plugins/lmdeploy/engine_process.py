@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -130,44 +131,12 @@ def weightcast_ready(worker: Any) -> bool:
     return _requests is not None
 
 
-async def weightcast_pause(worker: Any, mode: str, timeout_s: float) -> str:
-    """As ``RequestsAtSwitch.pause``."""
-    return await _engine().pause(mode, timeout_s)
-
-
-def weightcast_stop_waiting(worker: Any) -> str:
-    """As ``RequestsAtSwitch.stop_waiting``."""
-    _engine().stop_waiting()
-    return ""
-
-
-def weightcast_resume(worker: Any) -> str:
-    """As ``RequestsAtSwitch.resume``."""
-    _engine().resume()
-    return ""
-
-
-async def weightcast_retract(worker: Any, timeout_s: float) -> str:
-    """As ``RequestsAtSwitch.retract``."""
-    return await _engine().retract(timeout_s)
-
-
-async def weightcast_mark(worker: Any) -> str:
-    """As ``RequestsAtSwitch.mark``."""
-    return await _engine().mark()
-
-
-def _engine() -> RequestsAtSwitch:
+async def weightcast_call(worker: Any, method: str, *arguments: Any) -> str:
+    """Calls a method of ``RequestsAtSwitch``; returns why it failed, or nothing."""
     if _requests is None:
         raise RuntimeError("the engine's loop has not started")
-    return _requests
+    answer = getattr(_requests, method)(*arguments)
+    return (await answer if inspect.isawaitable(answer) else answer) or ""
 
 
-METHODS = (
-    weightcast_ready,
-    weightcast_pause,
-    weightcast_stop_waiting,
-    weightcast_resume,
-    weightcast_retract,
-    weightcast_mark,
-)
+METHODS = (weightcast_ready, weightcast_call)

@@ -25,7 +25,7 @@ from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
 from weightcast.plugins.staged_receiver import staged_receiver
-from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver.loader import residents_of
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import DRAFT_PREFIX
@@ -108,10 +108,10 @@ class LmdeployRank(SwitchRank):
         with torch.inference_mode():
             return super().apply(message)
 
-    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+    def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:
         """Implements ``SwitchRank.carry_out``."""
         began = time.monotonic()
-        task.do()
+        do()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         log.info(

@@ -9,33 +9,29 @@ Threads of the server call these methods; SGLang's tokenizer manager lives on th
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from typing import Any
 
 from weightcast.config import PauseMode
-from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.api_server import result_of
+from weightcast.errors import Refused
+from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, SGLANG
 
 _SHORT_S = 30.0
 _LOOK_S = 0.02
 
 
-class SglangHooks:
+class SglangHooks(EngineLoop):
     """``EngineHooks`` over SGLang's tokenizer manager."""
+
+    engine = "SGLang"
 
     def __init__(self, manager: Any) -> None:
         """``manager`` is SGLang's ``TokenizerManager``; ``ConfigError`` if it is not as we know it."""
         SGLANG.check_attributes(manager, MANAGER_ATTRIBUTES)
+        super().__init__()
         self._manager = manager
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._held = False
         self._asleep: frozenset[str] = frozenset()
-        self._draining: Future[Any] | None = None
-
-    def set_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Notes the server's event loop, which exists once the server runs."""
-        self._loop = loop
 
     @property
     def paused(self) -> bool:
@@ -50,24 +46,14 @@ class SglangHooks:
         if mode in ("in_place", "retract") or self._asleep or (self.paused and not self._held):
             return
         self._held = True
-        work = asyncio.run_coroutine_threadsafe(self._drain(abort=mode == "abort"), self._running_loop())
-        self._draining = work if mode == "wait" else None
-        try:
-            self._result(work, timeout_s, "running requests to stop")
-        finally:
-            self._draining = None
-
-    def stop_waiting(self) -> None:
-        """Cancels a pause that waits for running requests; ``resume`` must follow."""
-        draining = self._draining
-        if draining is not None:
-            draining.cancel()
+        draining = self._drain(abort=mode == "abort")
+        self.wait(draining, timeout_s, "running requests to stop", stoppable=mode == "wait")
 
     def resume(self) -> None:
         """Lets requests go on, unless an operator has paused SGLang or some of its memory sleeps."""
         if self._held and not self._asleep:
             self._held = False
-            self._run(self._release(), "SGLang to resume")
+            self.wait(self._release(), _SHORT_S, "SGLang to resume")
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -79,7 +65,7 @@ class SglangHooks:
         if self.paused:
             return
         self._held = True
-        if not self._run(self._hold_if_idle(), "requests to be held back"):
+        if not self.wait(self._hold_if_idle(), _SHORT_S, "requests to be held back"):
             self._held = False
             raise Refused(
                 "requests are running, and SGLang would end itself if it fell asleep now",
@@ -99,7 +85,7 @@ class SglangHooks:
 
     def set_version(self, version: int) -> None:
         """Sets the version that SGLang reports of itself and in its answers."""
-        self._run(self._stamp(str(version)), "the new version to be noted")
+        self.wait(self._stamp(str(version)), _SHORT_S, "the new version to be noted")
 
     async def _drain(self, *, abort: bool) -> None:
         from sglang.srt.managers.io_struct import AbortReq
@@ -132,14 +118,3 @@ class SglangHooks:
 
     async def _stamp(self, version: str) -> None:
         self._manager._update_weight_version_if_provided(version)
-
-    def _run(self, work: Any, what: str) -> Any:
-        return self._result(asyncio.run_coroutine_threadsafe(work, self._running_loop()), _SHORT_S, what)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            raise EngineFailure("SGLang's server does not run yet")
-        return self._loop
-
-    def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
-        return result_of(future, timeout_s, engine="SGLang", what=what)

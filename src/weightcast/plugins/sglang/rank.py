@@ -26,7 +26,7 @@ from weightcast.plugins.sglang.requests_at_switch import Boundary, RequestsAtSwi
 from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
 from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
 from weightcast.plugins.staged_receiver import staged_receiver
-from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.loader import residents_of
 from weightcast.wire.layout import DRAFT_PREFIX
@@ -91,11 +91,11 @@ class SglangRank(SwitchRank):
         if self._requests is not None:
             self._requests.name(request)
 
-    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+    def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:
         """Implements ``SwitchRank.carry_out``."""
         assert self._requests is not None
         version = str(session.version) if forward else self._other
-        self._requests.switch(task.do, mode=session.pause, version=version, served=self._version)
+        self._requests.switch(do, mode=session.pause, version=version, served=self._version)
         self._version, self._other = version, self._version
 
     def why_not(self, message: Open) -> str:

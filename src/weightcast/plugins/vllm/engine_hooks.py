@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.api_server import result_of
+from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, SWITCH_BETWEEN
 from weightcast.plugins.vllm.rank_protocol import end_vllm
@@ -43,8 +42,10 @@ _STALE_STORE = "in_place keeps what the old weights computed in {}, which gives 
 _FRESH_CACHE = "use pause retract, or start vLLM with --no-enable-prefix-caching"
 
 
-class VllmHooks:
+class VllmHooks(EngineLoop):
     """``EngineHooks`` over vLLM's engine client."""
+
+    engine = "vLLM"
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class VllmHooks:
             replicas: Number of data-parallel engines behind the client.
             cache_outside: Store of KV caches outside of vLLM's own, in words; empty if there is none.
         """
+        super().__init__(loop)
         self._client = client
-        self._loop = loop
         self._stale = (
             f"{_STALE_CACHE}; {_FRESH_CACHE}"
             if prefix_caching
@@ -79,7 +80,6 @@ class VllmHooks:
         self._foreign = False
         self._mode: PauseMode = "in_place"
         self._asleep: frozenset[str] = frozenset()
-        self._draining: Future[Any] | None = None
         self._cores = ""  # how engine cores step, if a switch is a call into them
         self._in_switch: tuple[PauseMode, ...] = ()  # modes whose pause is a part of that call
         self._in_order = self._waits = False
@@ -155,12 +155,7 @@ class VllmHooks:
 
     def _pause_now(self, pausing: Coroutine[Any, Any, bool], mode: PauseMode, timeout_s: float) -> None:
         ours, self._paused, self._foreign = self._paused, True, False
-        work = asyncio.run_coroutine_threadsafe(pausing, self._loop)
-        self._draining = work if mode == "wait" else None
-        try:
-            before = self._result(work, timeout_s, "running requests to stop")
-        finally:
-            self._draining = None
+        before = self.wait(pausing, timeout_s, "running requests to stop", stoppable=mode == "wait")
         self._foreign = before and not ours
 
     async def _pause(self, name: str, clear: bool) -> bool:
@@ -177,12 +172,6 @@ class VllmHooks:
         before = await self._client.is_paused()
         await self._client.engine_core.pause_scheduler_async(mode=name, clear_cache=False)
         return bool(before)
-
-    def stop_waiting(self) -> None:
-        """Cancels a pause that waits for running requests; ``resume`` must follow."""
-        draining = self._draining
-        if draining is not None:
-            draining.cancel()
 
     def resume(self) -> None:
         """Resumes vLLM, unless it was paused or asleep before the update; then its operator resumes it."""
@@ -293,18 +282,6 @@ class VllmHooks:
             timeout_s,
             f"{method} on all ranks",
         )
-
-    def wait(self, work: Coroutine[Any, Any, Any], timeout_s: float, what: str) -> Any:
-        """Runs a coroutine on the server's loop and waits for its result.
-
-        Raises:
-            DeadlineExceeded: The coroutine took too long.
-            EngineFailure: vLLM failed; the error has its words.
-        """
-        return self._result(asyncio.run_coroutine_threadsafe(work, self._loop), timeout_s, what)
-
-    def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
-        return result_of(future, timeout_s, engine="vLLM", what=what)
 
     async def _score(self, token_ids: list[int], replica: int | None, lora: Any) -> list[float]:
         from vllm import SamplingParams, TokensPrompt

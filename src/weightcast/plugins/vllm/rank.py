@@ -14,7 +14,7 @@ from vllm.config import set_current_vllm_config
 from weightcast.comm.authenticated import Secret
 from weightcast.errors import Refused
 from weightcast.plugins.other_hosts import Invitation, reach
-from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.answers import RankAck
@@ -83,13 +83,13 @@ class VllmRank(SwitchRank):
         waited = self.step()
         return waited and not self._failure, self._failure
 
-    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+    def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:
         """Implements ``SwitchRank.carry_out``.  The stream of forward passes orders the exchange after those before."""
         try:
             if self._why_not:
                 raise Refused(self._why_not)
             with set_current_vllm_config(self._vllm_config):
-                task.do()
+                do()
         except BaseException as error:
             self._failure = f"rank {self.rank}: {error}"
             raise

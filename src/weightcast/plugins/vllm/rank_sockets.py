@@ -57,7 +57,7 @@ class VllmExecutor(SwitchExecutor):
         return super().apply(message, timeout_s=timeout_s)
 
     def far_rank_lost(self, words: str) -> None:
-        """Implements ``SocketRanks.far_rank_lost``."""
+        """Implements ``SwitchExecutor.far_rank_lost``."""
         self._on_far_rank_lost(words)
 
     def after_decision(self) -> None:
