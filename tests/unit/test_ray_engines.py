@@ -15,7 +15,7 @@ from tests.procs import gone, wait_until_gone
 from weightcast.errors import ConfigError
 from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
 from weightcast.ray.engine_kinds import wake_requests
-from weightcast.ray.engine_table import EngineTable
+from weightcast.ray.engines import Member
 from weightcast.report import TargetReport, UpdateReport
 
 
@@ -100,8 +100,9 @@ def test_the_engine_ends_with_a_keeper_that_is_killed():
 
 def group(*states: str) -> RolloutEngines:
     engines = object.__new__(RolloutEngines)
-    engines._table = EngineTable([None] * len(states), api_key=None)  # type: ignore[list-item]
-    for member, state in zip(engines._table.members, states, strict=True):
+    engines._api_key, engines.version = None, None
+    engines._members = [Member(number, None) for number in range(len(states))]  # type: ignore[arg-type]
+    for member, state in zip(engines._members, states, strict=True):
         member.url, member.state = f"http://{member.number}", state  # type: ignore[assignment]
     return engines
 

@@ -187,21 +187,15 @@ def targets(
         )
     if (ca_file or cert_file or key_file) and not any(_is_https(url) for url in urls):
         raise ConfigError("certificates were given, but no URL begins with https", hint="write https://host:port")
-    found: list[Target] = []
+    found: dict[str, Target] = {}
     for index, url in enumerate(urls):
         key = keys[index if len(keys) > 1 else 0] if keys else None
-        if _is_https(url):
-            found.append(
-                Target(url, api_key=key, engine=engine, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
-            )
-        else:
-            found.append(Target(url, api_key=key, engine=engine))
-    seen: set[str] = set()
-    for target in found:
-        if target.url in seen:
+        files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file} if _is_https(url) else {}
+        target = Target(url, api_key=key, engine=engine, **files)
+        if target.url in found:
             raise ConfigError(f"{target.url} is named twice")
-        seen.add(target.url)
-    return found
+        found[target.url] = target
+    return list(found.values())
 
 
 def _is_https(url: str) -> bool:

@@ -233,25 +233,18 @@ def _show(result: Comparison) -> None:
             f"{result.url} keeps {result.checkpoint}: {result.equal} of {result.tensors} tensors equal, "
             f"{format_bytes(result.size_bytes)}, {version}, digest {result.digest}"
         )
-        _show_others(result)
-        return
-    if not result.differences:
+    elif not result.differences:
         say(
             f"no tensor differs between {result.url} and {result.checkpoint}, but some could not be read back: "
             f"{result.equal} of {result.tensors} tensors equal, {version}"
         )
-        _show_others(result)
-        return
-    rows = [(found.why, found.name, found.checkpoint or "-", found.engine or "-") for found in result.differences]
-    say(table(("why", "tensor", "checkpoint", "engine"), rows))
-    say(
-        f"{result.url} does not keep {result.checkpoint}: {len(result.differences)} of {result.tensors} tensors "
-        f"differ, it serves {version}"
-    )
-    _show_others(result)
-
-
-def _show_others(result: Comparison) -> None:
+    else:
+        rows = [(found.why, found.name, found.checkpoint or "-", found.engine or "-") for found in result.differences]
+        say(table(("why", "tensor", "checkpoint", "engine"), rows))
+        say(
+            f"{result.url} does not keep {result.checkpoint}: {len(result.differences)} of {result.tensors} tensors "
+            f"differ, it serves {version}"
+        )
     if result.unreadable:
         say(f"{count_of(len(result.unreadable), 'tensor')} cannot be read back: {some(result.unreadable, 8)}")
     if result.not_kept:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from miles.backends.training_utils.weight_update.hf_weight_iterator import WeightUpdatePlacement
 from miles.backends.training_utils.weight_update.protocol import WeightTransferProtocol
@@ -43,12 +42,6 @@ _Bucket = list[tuple[str, torch.Tensor]]
 _TIMEOUT_S = 120.0  # as WeightUpdater.connect's
 _END_DEADLINES = 6  # what is left of an update after the last bucket: proof, switch, and the way back after a failure
 _POLL_S = 0.1
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    """Rank 0's message to the other ranks: its error, if it has one."""
-
-    error: str = ""
 
 
 class _Feed:
@@ -220,19 +213,18 @@ class WeightcastProtocol(WeightTransferProtocol):
         if ranks is None:
             raise ConfigError("this protocol is not connected", hint="miles calls connect() first")
         if not ranks.is_head:
-            said = ranks.broadcast_bytes(None, timeout_s=_END_DEADLINES * self._timeout_s)
-            outcome = msgspec.json.decode(said, type=_Outcome)
-            if outcome.error:
-                raise TrainerRankFailed(f"rank 0 could not update the engines: {outcome.error}")
+            words = ranks.broadcast_bytes(None, timeout_s=_END_DEADLINES * self._timeout_s).decode()
+            if words:
+                raise TrainerRankFailed(f"rank 0 could not update the engines: {words}")
             return
-        outcome = _Outcome()
+        words = ""
         try:
             do()
         except BaseException as error:
-            outcome = _Outcome(error=f"{type(error).__name__}: {error}")
+            words = f"{type(error).__name__}: {error}"
             raise
         finally:
-            ranks.broadcast_bytes(msgspec.json.encode(outcome))
+            ranks.broadcast_bytes(words.encode())
 
 
 def build_protocol(args: Namespace) -> WeightcastProtocol:

@@ -39,8 +39,8 @@ def place() -> Place:
 class ActorsFailed(EngineFailure):
     """Some actors failed, died or were late; ``gone`` if one is dead or silent, so that later calls fail too."""
 
-    def __init__(self, message: str, *, ranks: Sequence[int] = (), hint: str | None = None, gone: bool = False) -> None:
-        super().__init__(message, ranks=ranks, hint=hint)
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), gone: bool = False) -> None:
+        super().__init__(message, ranks=ranks)
         self.gone = gone
 
 
@@ -79,7 +79,6 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
     if failed and not waiting and all(isinstance(error, WeightcastError) for error in failed.values()):
         raise failed[min(failed)]
     late = [place_of[reference] for reference in waiting]
-    hint = None
     if failed:
         # The late actors wait for those that failed, so only the failed ones are named.
         words = "; ".join(f"{names[place]} {_how(error)}" for place, error in sorted(failed.items()))
@@ -88,7 +87,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
         words = f"{', '.join(names[place] for place in late)} did not answer within {timeout_s:g} s"
         ranks = late
     gone = bool(late) or any(isinstance(error, _GONE) for error in failed.values())
-    raise ActorsFailed(f"{what}: {words}", ranks=ranks, hint=hint, gone=gone)
+    raise ActorsFailed(f"{what}: {words}", ranks=ranks, gone=gone)
 
 
 def why_gone(error: Exception) -> str:

@@ -1,14 +1,16 @@
 """Runs inference servers as processes of Ray actors: starts, checks, restarts them, puts them to sleep and wakes them.
 
 An engine has one actor in each of its bundles, which reserves the place.  The first actor runs the server, on the GPUs
-of all.  ``EngineTable`` knows which engines serve the current version; ``TrainWorkers`` sends weights.
+of all.  ``TrainWorkers`` sends weights.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import ray
 
@@ -19,16 +21,54 @@ from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
 from weightcast.ray.engine_kinds import EngineKind, wake_requests
 from weightcast.ray.engine_slot import EngineSlot
-from weightcast.ray.engine_table import EngineHealth, EngineTable, Member
 from weightcast.report import UpdateReport
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
 _STOP_S = 20.0
 
+State = Literal["starting", "waiting", "serving", "dead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """The state of one engine.
+
+    Attributes:
+        state: ``serving`` the current version, ``waiting`` for it (just restarted, or left out of an update), or
+            ``dead``.
+    """
+
+    number: int
+    url: str
+    state: State
+    words: str = ""
+
+
+class Member:
+    """An engine: its actors, its URL and its state."""
+
+    def __init__(self, number: int, bundles: Bundles) -> None:
+        self.number = number
+        self.bundles = bundles
+        self.slots: list[Any] = []
+        self.url = ""
+        self.state: State = "dead"
+        self.words = ""
+        self.place: Place | None = None
+
+    @property
+    def name(self) -> str:
+        where = f" ({self.url}, pid {self.place.pid} on {self.place.address})" if self.place is not None else ""
+        return f"engine {self.number}{where}"
+
 
 class RolloutEngines:
-    """Several engines of one kind."""
+    """Several engines of one kind.
+
+    Attributes:
+        version: Version of the last update that an engine serves; None before the first.
+    """
 
     def __init__(
         self,
@@ -63,40 +103,36 @@ class RolloutEngines:
         self._start_timeout_s = start_timeout_s
         self._health_timeout_s = health_timeout_s
         self._closed = False
-        self._table = EngineTable(places, api_key=api_key)
+        self._members = [Member(number, bundles) for number, bundles in enumerate(places)]
+        self.version: int | None = None
         try:
-            self._start(self._table.members)
+            self._start(self._members)
             self.admit_started()
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        return len(self._table.members)
+        return len(self._members)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """URLs of the engines that serve the current version, to which requests may go."""
-        return self._table.urls
-
-    @property
-    def version(self) -> int | None:
-        """Version of the last update that an engine serves; None before the first."""
-        return self._table.version
+        return tuple(member.url for member in self._members if member.state == "serving")
 
     @property
     def targets(self) -> tuple[Target, ...]:
         """The engines that are alive, for a ``WeightUpdater``."""
-        return self._table.targets("serving", "waiting")
+        return self._targets("serving", "waiting")
 
     @property
     def waiting(self) -> tuple[Target, ...]:
         """The engines that are alive and do not serve the current version."""
-        return self._table.targets("waiting")
+        return self._targets("waiting")
 
     def check(self) -> list[EngineHealth]:
         """Checks every engine.  Ends those that are dead, unhealthy or silent and drops them from ``urls``."""
-        alive = self._table.in_state("starting", "waiting", "serving")
+        alive = self._in_state("starting", "waiting", "serving")
         asked = {member.number: member.slots[0].look.remote() for member in alive}
         timeout_s = self._health_timeout_s + _GRACE_S
         for member in alive:
@@ -106,7 +142,10 @@ class RolloutEngines:
                     self._bury(member, look.why)
             except WeightcastError as error:
                 self._bury(member, str(error))
-        return self._table.health()
+        return [
+            EngineHealth(number=member.number, url=member.url, state=member.state, words=member.words)
+            for member in self._members
+        ]
 
     def restart_dead(self) -> list[int]:
         """Checks every engine and restarts the dead ones.  They get new URLs and serve nothing until an update.
@@ -118,17 +157,33 @@ class RolloutEngines:
             EngineFailure: An engine did not start to serve again.
         """
         self.check()
-        dead = self._table.in_state("dead")
+        dead = self._in_state("dead")
         self._start(dead)
         return [member.number for member in dead]
 
     def admit(self, report: UpdateReport | None) -> None:
         """Limits ``urls`` to the engines that serve an update's version; does nothing if ``report`` is None."""
-        self._table.admit(report)
+        if report is None:
+            return
+        rows = {row.url: row for row in report.targets}
+        moved = any(row.status == "serving" for row in report.targets)
+        if moved:
+            self.version = report.version
+        for member in self._members:
+            row = rows.get(member.url)
+            if row is None or member.state == "dead":
+                continue
+            if row.status == "serving":
+                member.state = "serving"
+            elif (
+                row.status in ("quarantined", "unknown") or moved
+            ):  # an untouched engine serves an older version than the others
+                member.state = "waiting"
 
     def admit_started(self) -> None:
         """Admits engines before the first update, with the weights that they were started with."""
-        self._table.admit_started()
+        for member in self._in_state("waiting"):
+            member.state = "serving"
 
     def sleep(self, *, timeout_s: float = 120.0) -> None:
         """Frees the accelerators of all engines, for a trainer on the same ones.
@@ -155,7 +210,7 @@ class RolloutEngines:
 
     def pids(self) -> tuple[int, ...]:
         """Returns the process id of each engine's actor, on its node."""
-        return tuple(member.place.pid if member.place is not None else 0 for member in self._table.members)
+        return tuple(member.place.pid if member.place is not None else 0 for member in self._members)
 
     def close(self) -> None:
         """Ends every engine and everything that it has started; safe to call twice."""
@@ -163,8 +218,8 @@ class RolloutEngines:
             return
         self._closed = True
         if ray.is_initialized():
-            self._end(self._table.members)
-        for member in self._table.members:
+            self._end(self._members)
+        for member in self._members:
             member.bundles.close()
 
     def __enter__(self) -> RolloutEngines:
@@ -172,6 +227,12 @@ class RolloutEngines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _in_state(self, *states: State) -> list[Member]:
+        return [member for member in self._members if member.state in states]
+
+    def _targets(self, *states: State) -> tuple[Target, ...]:
+        return tuple(Target(member.url, api_key=self._api_key) for member in self._in_state(*states))
 
     def _start(self, members: Sequence[Member]) -> None:
         """Starts these engines side by side; they are ``waiting`` when this returns."""
@@ -227,7 +288,7 @@ class RolloutEngines:
     def _ask_all(self, requests: Sequence[tuple[str, bytes]], what: str, timeout_s: float) -> None:
         if not requests:
             raise ConfigError(f"engines of this kind cannot {what}")
-        alive = self._table.in_state("starting", "waiting", "serving")
+        alive = self._in_state("starting", "waiting", "serving")
         asked = [member.slots[0].ask.remote(tuple(requests), timeout_s) for member in alive]
         collect(asked, names=[member.name for member in alive], what=what, timeout_s=timeout_s + _GRACE_S)
 

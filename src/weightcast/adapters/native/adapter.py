@@ -18,15 +18,10 @@ from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
     Abort,
-    Close,
-    Commit,
-    Fetch,
     Leave,
     Message,
     Open,
     Prepare,
-    Resume,
-    Revert,
 )
 from weightcast.wire.source_tables import name_of_source
 
@@ -95,25 +90,11 @@ class NativeAdapter:
         self._sources[layout.index] = name
         return ack
 
-    def fetch(self, message: Fetch) -> Steps:
-        """Makes each rank copy one chunk from a peer engine."""
-        return self._apply(message)
+    def _apply(self, message: Message) -> Steps:
+        return self._told("apply", message, known=False)
 
-    def resume(self, message: Resume) -> Steps:
-        """As ``protocols.Resuming.resume``."""
-        return self._apply(message)
-
-    def close(self, message: Close) -> Steps:
-        """As ``Adapter.close``."""
-        return self._apply(message)
-
-    def commit(self, message: Commit) -> Steps:
-        """Makes the staged weights live."""
-        return self._apply(message)
-
-    def revert(self, message: Revert) -> Steps:
-        """As ``protocols.Reverting.revert``."""
-        return self._apply(message)
+    # Our receiver reads these as they are.
+    fetch = resume = close = commit = revert = _apply
 
     def abort(self, session: str, reason: str) -> Steps:
         """Ends the session; a staging engine keeps the old version."""
@@ -145,6 +126,3 @@ class NativeAdapter:
                 if error.status != UNKNOWN_PLAN:
                     raise
         return decode_ack((yield EngineRequest(path=path, body=encode(message), lease=lease)))
-
-    def _apply(self, message: Message) -> Steps:
-        return self._told("apply", message, known=False)
