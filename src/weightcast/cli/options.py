@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -190,8 +191,9 @@ def targets(
     found: dict[str, Target] = {}
     for index, url in enumerate(urls):
         key = keys[index if len(keys) > 1 else 0] if keys else None
-        files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file} if _is_https(url) else {}
-        target = Target(url, api_key=key, engine=engine, **files)
+        target = Target(url, api_key=key, engine=engine)
+        if _is_https(url):
+            target = replace(target, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
         if target.url in found:
             raise ConfigError(f"{target.url} is named twice")
         found[target.url] = target
