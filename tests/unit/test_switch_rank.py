@@ -155,7 +155,7 @@ def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(
 ) -> None:
     rank, said = PolledRank(), list[str]()
     rank.receiver = Reading(rank, said)  # type: ignore[assignment]
-    monkeypatch.setattr("weightcast.plugins.switch_rank.switches_weights", lambda *_: False)
+    monkeypatch.setattr("weightcast.plugins.switch_rank.switch_of", lambda message, committed: (False, committed))
     monkeypatch.setattr("weightcast.runtime.pace.torch.cuda.current_stream", lambda: Synchronised())
 
     def sleep(seconds: float) -> None:
