@@ -83,14 +83,7 @@ class TargetError(WeightcastError):
         half_updated: True if the engine may hold a mixture of two versions.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        url: str,
-        half_updated: bool = False,
-        hint: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, url: str, half_updated: bool = False, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.url = url
         self.half_updated = half_updated
@@ -108,13 +101,7 @@ class TargetRejected(TargetError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        url: str,
-        half_updated: bool = False,
-        hint: str | None = None,
-        status: int | None = None,
+        self, message: str, *, url: str, half_updated: bool = False, hint: str | None = None, status: int | None = None
     ) -> None:
         super().__init__(message, url=url, half_updated=half_updated, hint=hint)
         self.status = status

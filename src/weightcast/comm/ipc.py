@@ -25,8 +25,6 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.wire.bucket_sources import MemoryHandle
 
 _PREFIX = "weightcast-"
-
-
 _buffers: weakref.WeakSet[SharedBuffer] = weakref.WeakSet()  # on the host, of this process
 
 

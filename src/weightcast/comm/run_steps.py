@@ -59,9 +59,7 @@ async def converse_on_loop(
         while True:
             if deadline.left_s() <= 0:
                 raise DeadlineExceeded(
-                    who=client.target.url,
-                    waiting_for=f"{request.method} {request.path}",
-                    timeout_s=deadline.limit_s,
+                    who=client.target.url, waiting_for=f"{request.method} {request.path}", timeout_s=deadline.limit_s
                 )
             limit = deadline if request.timeout_s is None else deadline.at_most(request.timeout_s)
             try:

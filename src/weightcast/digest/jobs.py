@@ -107,18 +107,18 @@ def is_rows_of_runs(words: torch.Tensor) -> bool:
     return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
 
 
-def plans_of(grids: Sequence[Grid], tiling: Tiling = GPU_TILING) -> list[Plan]:
-    """The work on some grids of `rows_of_runs`, as tables on the CPU: one plan for each word size that occurs."""
+def plans_of(grids: Sequence[Grid]) -> list[Plan]:
+    """The work of a GPU on some grids of `rows_of_runs`, as tables on the CPU: one plan for each word size."""
     plans: list[Plan] = []
     for word_bytes in (1, 2):
         jobs = [
             job
             for index, grid in enumerate(grids)
             if grid.words.itemsize == word_bytes and grid.words.numel()
-            for job in _jobs(grid, index, None, tiling)
+            for job in _jobs(grid, index, None, GPU_TILING)
         ]
         if jobs:
-            plans.append(plan_of(jobs, word_bytes, tiling))
+            plans.append(plan_of(jobs, word_bytes, GPU_TILING))
     return plans
 
 

@@ -177,10 +177,7 @@ def plan_exchange(
 
 
 def plan_mapped(
-    layout: BucketLayout,
-    parts: tuple[MappedPart, ...],
-    sizes: Sequence[int],
-    routes: ShareRoutes,
+    layout: BucketLayout, parts: tuple[MappedPart, ...], sizes: Sequence[int], routes: ShareRoutes
 ) -> ScatteredPlan:
     """Works out the copies out of trainer ranks' own memory, whose ``sizes`` are in bytes.
 
@@ -243,8 +240,10 @@ def _plan_copies(
         name, itemsize, found = slot.spec.name, slot.spec.torch_dtype.itemsize, sources.get(number, ())
         rows, computed = slot.box, slot.spec.name in routes.computed
         if computed:
+            if sum(source.box.numel for source in found) != rows.numel:
+                raise Refused(f"{name}: not every element would arrive once")
             wholes[number] = found
-            read_bytes += _exactly(slot, rows, found) * itemsize
+            read_bytes += rows.numel * itemsize
         for index, route in enumerate(routes.by_source.get(name, ())):
             copied = 0
             for source in found:
@@ -273,13 +272,6 @@ def _copy_of(piece: Route, source: Source) -> Copy:
         source_stride=source.stride,
         source_offset=source.offset + first,
     )
-
-
-def _exactly(slot: TensorSlot, rows: Box, sources: Sequence[Source]) -> int:
-    """Number of elements of a slot that is needed whole."""
-    if sum(source.box.numel for source in sources) != rows.numel:
-        raise Refused(f"{slot.spec.name}: not every element would arrive once")
-    return rows.numel
 
 
 def _check_parts(layout: BucketLayout, parts: Parts | tuple[tuple[MappedPart, ...]]) -> None:

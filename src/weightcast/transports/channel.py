@@ -155,10 +155,7 @@ class Channel:
             others = [link for link in self._links if link not in refusing]
             raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), others))
             first = 0
-        if self._group is not None:
-            leave_all(self._links, self._group.name)
-            self._group.close()
-            self._group = None
+        self.close()
         self._rebuilds = self._rebuilds + 1 if first <= self._went_back_to else 1
         self._turn = self._due = self._went_back_to = first
         self.failure = None
@@ -193,9 +190,7 @@ class Channel:
         if self._group is not None:
             if self._group.alive:
                 return None
-            leave_all(self._links, self._group.name)
-            self._group.close()
-            self._group = None
+            self.close()
         self._store = Rendezvous(host=self._host, timeout_s=self._timeout_s)
         rank = self._trainers or 1
         for link in self._links:

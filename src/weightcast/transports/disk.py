@@ -30,7 +30,7 @@ from weightcast.protocols import FromFolder
 from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, tell
 from weightcast.transports.pump import Pumped, ThreadPump
-from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import SAFETENSORS, TensorSpec, total_bytes
 
@@ -196,17 +196,6 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _build(wiring: Wiring) -> DiskTransport:
-    config = wiring.config
-    return DiskTransport(
-        wiring.links,
-        specs=wiring.specs,
-        folder=config.disk_folder,
-        timeout_s=config.timeout_s,
-        readers=config.disk_readers,
-    )
-
-
 def _check(placement: Placement) -> None:
     far = placement.beyond("head")
     if far is not None and not placement.shared_folder:
@@ -216,4 +205,15 @@ def _check(placement: Placement) -> None:
         )
 
 
-SPEC = TransportSpec(name="disk", delivery="folder", build=_build, check=_check)
+SPEC = TransportSpec(
+    name="disk",
+    delivery="folder",
+    build=lambda wiring: DiskTransport(
+        wiring.links,
+        specs=wiring.specs,
+        folder=wiring.config.disk_folder,
+        timeout_s=wiring.config.timeout_s,
+        readers=wiring.config.disk_readers,
+    ),
+    check=_check,
+)

@@ -72,8 +72,6 @@ _told = msgspec.json.Decoder(_Told)
 _shared = msgspec.json.Decoder(Shared)
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
-
-
 _Filled = Iterator[tuple[Bucket | None, SharedSlot | None]]
 
 
@@ -257,7 +255,8 @@ class BucketStream:
         buckets = self._fill(filling)
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
-        ahead = ahead if self._group.world_size == 1 and not self._num_mapped and not self._is_remote else 0
+        if self._group.world_size > 1 or self._num_mapped or "remote" in self._choice.ways:
+            ahead = 0
         first = list(islice(buckets, ahead))
         filling.buckets = chain(first, buckets)
 
@@ -302,10 +301,6 @@ class BucketStream:
         self._names = tuple(map(hash_of, boxes))
         self._packs = Packs([decode_wanted(one) for one in boxes], read=True)
         self._free_slots()  # other packs may need larger buffers
-
-    @property
-    def _is_remote(self) -> bool:
-        return "remote" in self._choice.ways
 
     def release(self) -> None:
         """Forgets the handles to this rank's own memory."""

@@ -15,8 +15,6 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
 _SMALL = 1 << 15  # elements
-
-
 _Span = tuple[int, int, torch.dtype]
 
 

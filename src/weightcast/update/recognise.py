@@ -20,9 +20,9 @@ from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.engine_info import EngineInfo
 
 
-def recognise(client: Client, *, timeout_s: float | None = None, adapter: AdapterRequest | None = None) -> EngineInfo:
+def recognise(client: Client) -> EngineInfo:
     """As ``recognise_on_loop``, for a thread that waits for the description."""
-    return event_loop.run(recognise_on_loop(client, timeout_s=timeout_s, adapter=adapter))
+    return event_loop.run(recognise_on_loop(client))
 
 
 def ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
