@@ -47,14 +47,16 @@ def future(error: Exception) -> Future[None]:
 def culprit(meeting: Any, *, answered: int) -> BaseException:
     """Blames one of two engines, the first of which has refused and the second of which was lost."""
     links: Any = [SimpleNamespace(url=error.url) for error in (REFUSED, LOST)]
-    channel = Channel(
-        links, meeting=meeting, device=torch.device("cpu"), host="127.0.0.1", bucket_bytes=1, timeout_s=0.1
-    )
     posts = [future(REFUSED), future(LOST)]
-    try:
-        return channel._culprit(GroupFailed("cancelled"), posts, "a bucket", posts[:answered])
-    finally:
-        channel.close()
+    return blame_module.find_culprit(
+        GroupFailed("cancelled"),
+        posts,
+        "a bucket",
+        links=links,
+        timeout_s=0.1,
+        tells_group_failure=meeting == "weightcast",
+        first=posts[:answered],
+    )
 
 
 @pytest.mark.parametrize(("answered", "blamed"), [(0, LOST), (1, REFUSED)])

@@ -375,10 +375,14 @@ class Channel:
             except WeightcastError as cause:
                 raise cause from error
             raise self._give_up(error, posts, index, answered) from error
-        with self._turns:  # the threads of two buckets may come here in any order
-            insort(self._unanswered, (index, posts), key=itemgetter(0))
+        self._expect(index, posts)
         if self._in_flight == 1:
             self.drain()
+
+    def _expect(self, index: int, posts: list[Future[None]]) -> None:
+        """Notes replies that are due, in order: the threads of two buckets may come here in any order."""
+        with self._turns:
+            insort(self._unanswered, (index, posts), key=itemgetter(0))
 
     def drain(self) -> None:
         """Reads the replies that are due; raises as ``send``."""
