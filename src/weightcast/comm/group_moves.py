@@ -58,10 +58,7 @@ class Move(NamedTuple):
 
 
 class Tags:
-    """Numbers the messages between this member and each other one, the same at both ends.
-
-    Gloo matches messages by tag, and messages with one tag may overtake each other.
-    """
+    """Numbers the messages of two members alike at both ends: those with one tag may overtake each other in gloo."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()

@@ -240,10 +240,7 @@ class UpdateGroup:
         self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
 
     def told(self, ranks: Iterable[int]) -> Sequence[bytes]:
-        """Returns the words of these members, in order; GroupFailed if the rendezvous was closed.
-
-        Every member has told its own before the rendezvous ended.  Equal words are read once, and are one object.
-        """
+        """Returns these members' words in order, equal ones as one object; GroupFailed if the rendezvous was closed."""
         self._check()
         assert self._store is not None
         try:

@@ -15,10 +15,7 @@ class Exchange:
     """Pairs of memory that change contents again and again, as long as all stays in place.  It keeps none alive."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Works out the table of at least one pair, all on one device.
-
-        Both of a pair have the same size, and neither has gaps.
-        """
+        """Works out the table of at least one pair, all on one device; both of a pair have one size, and no gaps."""
         self._device = pairs[0][0].device
         spans = [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in pairs]
         self._spans = spans if self._device.type == "cpu" else []

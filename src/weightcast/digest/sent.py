@@ -77,10 +77,7 @@ class Sent:
         return model_digest(self.received) if self._hashed else self._totals.model_digest()
 
     def digest_kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> str:
-        """Model digest of what an engine must keep, the arguments being those of ``kept``.
-
-        Thread-safe, and worked out once for all engines with the same tensors.
-        """
+        """Model digest of what an engine must keep, as ``kept``; thread-safe, and worked out once for alike engines."""
         left_out = frozenset(without)
         with self._lock:
             for same, names, digest in self._kept:

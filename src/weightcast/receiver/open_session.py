@@ -142,10 +142,7 @@ def check_fetch(message: Fetch, session: OpenSession) -> None:
 
 
 def check_fetched(session: OpenSession, asked: str, specs: Sequence[TensorSpec], unproven: Collection[str]) -> None:
-    """Refuses to switch to fetched weights whose digests do not add up to the peer's.  Fine for other sessions.
-
-    ``asked`` is the model digest in Commit; ``unproven`` names the tensors that this engine cannot read back.
-    """
+    """Refuses to switch to fetched weights whose digests do not add up to the peer's; ``asked`` is that in Commit."""
     fetched = session.fetched
     if fetched is None:
         return

@@ -65,10 +65,7 @@ Check = Callable[[], object]
 
 # Over 350 lines: each message is one method, and all of them read and change the state of the open session.
 class WeightReceiver:
-    """Receives updates for one rank's model.
-
-    Thread rule: ``apply`` is called by one thread at a time; ``interrupt`` by any other.
-    """
+    """Receives updates for one rank's model.  One thread at a time calls ``apply``, any other ``interrupt``."""
 
     def __init__(
         self,

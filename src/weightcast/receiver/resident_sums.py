@@ -68,10 +68,7 @@ class ResidentSums:
             prepared.launches.prepare(place, lambda: self._placed(prepared, tensors))
 
     def held(self, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> HeldSums:
-        """Sums the part of each route.  Waits for the device.
-
-        ``place`` is a key for the memory and the dtypes of the parameters: one key stands for one memory at a time.
-        """
+        """Sums the part of each route.  Waits for the device; ``place`` is a key for the memory and the dtypes read."""
         if not self._routes:
             return NOTHING_HELD
         prepared = self._prepared

@@ -41,10 +41,7 @@ class Mending(Protocol):
 
 
 def divide(items: Iterable[_Item], ranks_of: Callable[[_Item], int], cell_ranks: int) -> list[list[_Item]]:
-    """Divides engines into cells of at most ``cell_ranks`` ranks, in order; a larger engine is a cell by itself.
-
-    ``ranks_of`` returns the number of an engine's ranks that are members of its group.
-    """
+    """Divides engines into cells of at most ``cell_ranks`` members, in order; a larger engine is a cell by itself."""
     cells: list[list[_Item]] = []
     room = 0
     for item in items:
@@ -65,10 +62,7 @@ def most_ranks(spec: TransportSpec, asked: int | None, limit: int = MANY_RANKS) 
 def cells_of(
     links: Sequence[Link], transport_of: Callable[[str], TransportSpec], most: Callable[[TransportSpec], int]
 ) -> tuple[tuple[str, ...], ...]:
-    """URLs of the targets in each cell; none for targets whose transport makes no group.
-
-    ``most`` returns the most engine ranks in a cell of a transport.
-    """
+    """URLs of the targets in each cell, of ``most`` ranks; none for targets whose transport makes no group."""
     found: list[tuple[str, ...]] = []
     ways = dict.fromkeys((transport_of(link.url), link.adapter.meeting) for link in links)
     for spec, meeting in ways:

@@ -248,10 +248,7 @@ class BucketStream:
         return Filling(plan=self._plan_of(lent), lent=lent, sources=sources, mapped=mapped)
 
     def start(self, filling: Filling) -> None:
-        """Fills the first buckets where no other rank is needed: one on the host, and as many as there are on a GPU.
-
-        The engines open their sessions meanwhile.
-        """
+        """Fills the first buckets where no other rank is needed: one on the host, as many as there are on a GPU."""
         buckets = self._fill(filling)
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.

@@ -64,10 +64,7 @@ class Exchange:
         relays: bool = False,
         host: str = "",
     ) -> None:
-        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``relays`` sends to the first of each chain only.
-
-        ``host`` is the id of this rank's host.
-        """
+        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``relays`` sends to the first of each chain only."""
         self._rank = rank
         self._num_trainers = num_trainers
         self._device = device

@@ -126,10 +126,7 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RemoteSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):
-    """The bucket is in the buffers of trainer ranks on any hosts, and engine ranks read it there by RDMA.
-
-    The parts of all buffers are every slot exactly once.  An engine rank reads the parts that it keeps.
-    """
+    """As ``ScatteredSource``, in buffers of trainer ranks on any hosts, which engine ranks read there by RDMA."""
 
     transport: ClassVar[str] = "direct"
 

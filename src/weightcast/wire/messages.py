@@ -244,10 +244,7 @@ class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine whose live weights another engine copies.
-
-    ``url`` is ``http://host:port`` or https, as the ranks of the other engine reach it; ``api_key`` is empty for none.
-    """
+    """An engine that another one copies, with its URL as that one's ranks reach it; ``api_key`` is empty for none."""
 
     url: Text
     api_key: Text = ""

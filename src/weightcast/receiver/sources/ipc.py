@@ -27,10 +27,7 @@ class SharedMemorySource:
         self._memories: dict[MemoryHandle, Mapping] = {}  # of what trainer ranks keep
 
     def read_memories(self, handles: Sequence[MemoryHandle]) -> list[torch.Tensor]:
-        """Trainer ranks' own memory, flat uint8; no copy.  Mappings that are not named again are closed first.
-
-        Raises as ``read``.
-        """
+        """Trainer ranks' own memory, flat uint8, as ``read``.  Mappings that are not named again are closed first."""
         named = frozenset(handles)
         for handle in [known for known in self._memories if known not in named]:
             self._memories.pop(handle).close()
