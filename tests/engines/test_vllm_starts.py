@@ -55,19 +55,6 @@ def test_a_start_on_random_weights_without_a_checkpoint_is_refused(tmp_path: Pat
     assert "start vLLM from a folder with the checkpoint's safetensors files" in log
 
 
-def test_several_api_servers_are_refused(tmp_path: Path) -> None:
-    tiny_model(tmp_path / "A", **SIZES)
-    tiny_tokenizer(tmp_path / "A")
-    with (
-        pytest.raises(AssertionError, match="vLLM did not start"),
-        vllm(tmp_path / "A", tmp_path, "--api-server-count=2", serve=True),
-    ):
-        pass
-    log = (tmp_path / "vllm.log").read_text()
-    assert "several API servers cannot update one engine" in log
-    assert "set --api-server-count 1" in log
-
-
 def test_vllms_own_reload_puts_no_other_weights_under_a_version(tmp_path: Path) -> None:
     said = two_checkpoints(tmp_path, PROMPTS, COUNT, **SIZES)
     with vllm(tmp_path / "A", tmp_path, extra={"VLLM_SERVER_DEV_MODE": "1"}) as engine:

@@ -66,7 +66,9 @@ class FarRank(Echo):
 def executor_of(
     listen: Callable[[Invitation], None], elsewhere: Elsewhere | None = HERE, lost: Callable[[str], None] = print
 ) -> VllmExecutor:
-    return VllmExecutor(2, listen=listen, on_main=lambda timeout_s: None, elsewhere=elsewhere, on_far_rank_lost=lost)
+    return VllmExecutor(
+        2, listen=listen, on_main=lambda timeout_s, version: None, elsewhere=elsewhere, on_far_rank_lost=lost
+    )
 
 
 def all_come(ranks: list[FarRank]) -> Callable[[Invitation], None]:

@@ -11,17 +11,19 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import pytest
+import torch
 from fastapi import HTTPException
 
 from tests.clock import PATIENCE_S
 from tests.unit.echo import Echo
+from tests.unit.sessions import Sender
 from tests.unit.sleep_session import Session
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.rank_sockets import READY, Hello, socket_path, switch_of
-from weightcast.plugins.vllm.core_switch import ASK, SWITCH_BETWEEN
+from weightcast.plugins.vllm.core_switch import ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
@@ -100,7 +102,7 @@ def workers() -> Iterator[Callable[..., list[Rank]]]:
         worker.over.set()
 
 
-def meet(workers: list[Rank], on_main: Callable[[float], None] = lambda timeout_s: None) -> VllmExecutor:
+def meet(workers: list[Rank], on_main: Callable[[float, str], None] = lambda timeout_s, version: None) -> VllmExecutor:
     def listen(invitation: Invitation) -> None:
         for worker in workers:
             worker.listen(invitation.folder)
@@ -118,7 +120,7 @@ def meet(workers: list[Rank], on_main: Callable[[float], None] = lambda timeout_
 def test_late_answers_are_never_taken_for_later_ones(workers, error):
     made = workers()
 
-    def fail(timeout_s: float) -> None:
+    def fail(timeout_s: float, version: str) -> None:
         raise error
 
     executor = meet(made, fail)
@@ -162,7 +164,7 @@ def test_rank_that_reads_nothing_is_lost_and_blocks_no_other(workers, monkeypatc
 def test_after_the_end_nothing_is_asked(workers):
     made = workers()
 
-    def go(timeout_s: float) -> None:
+    def go(timeout_s: float, version: str) -> None:
         for worker in made:
             worker.been.set()
 
@@ -197,7 +199,7 @@ class Client:
     def __init__(self) -> None:
         self.refusals = 0
         self.held = False
-        self.comes_at_wake_up = False
+        self.stays_paused = False
         self.said: list[str] = []
         self.engine_core: Any = None
 
@@ -222,15 +224,9 @@ class Client:
         self.said.append(f"sleep {level} {mode}")
         self.held = True
 
-    async def add_request(self) -> None:
-        self.said.append("request")
-
     async def wake_up(self, tags: list[str] | None = None) -> None:
         self.said.append(f"wake {tags}")
-        if self.comes_at_wake_up:
-            self.coming = asyncio.ensure_future(self.add_request())
-            await asyncio.sleep(0.1)
-        if tags is None or "kv_cache" in tags:
+        if (tags is None or "kv_cache" in tags) and not self.stays_paused:
             self.held = False  # vLLM resumes by itself
 
 
@@ -281,7 +277,8 @@ class Core:
         self.client = client
         self.core_engines = list(range(len(kinds)))
         self.kinds = kinds
-        self.answers: list[Any] = [["", False]] * len(kinds)
+        self.answers: list[Any] = [["", False, True]] * len(kinds)
+        self.stamps: list[str] = []
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
         return await self._call_utility_async(method, *arguments, engine=0)
@@ -291,8 +288,12 @@ class Core:
             if not self.kinds[engine]:
                 raise RuntimeError("Call to weightcast_core method failed: no attribute")
             return self.kinds[engine]
+        if method == STAY_PAUSED:
+            self.client.stays_paused = arguments[0]
+            return None
         assert method == SWITCH_BETWEEN
-        *wishes, timeout_s = arguments
+        *wishes, timeout_s, stamp = arguments
+        self.stamps.append(stamp)
         assert timeout_s == 7.0
         names = ("rest", "cache", "encoders", "resume")
         said = " ".join(name for name, wish in zip(names, wishes, strict=True) if wish)
@@ -379,12 +380,12 @@ def test_quarantined_engine_is_paused_until_the_proof_of_its_next_update(loop):
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 def test_core_that_failed_stays_paused_until_the_old_version_is_back(loop, mode):
     client, core, hooks = switching(loop, "alone", "alone")
-    core.answers = [["", False], ["rank 1: out of order", False]]
+    core.answers = [["", False, True], ["rank 1: out of order", False, False]]
     hooks.pause(mode, 5.0)
     hooks.switch(7.0)
     assert hooks.paused
     client.said.clear()
-    core.answers = [["", False], ["", True]]
+    core.answers = [["", False, True], ["", True, True]]
     hooks.switch(7.0)  # the abort
     assert hooks.paused
     hooks.resume()
@@ -401,10 +402,10 @@ def test_a_lost_core_leaves_vllm_paused_and_an_operators_pause_outlasts_a_failed
     assert hooks.paused
     client, core, hooks = switching(loop, "alone")
     client.held = True
-    core.answers = [["rank 0: out of order", True]]
+    core.answers = [["rank 0: out of order", True, False]]
     hooks.pause("retract", 5.0)
     hooks.switch(7.0)
-    core.answers = [["", True]]
+    core.answers = [["", True, True]]
     hooks.switch(7.0)
     hooks.resume()
     assert "resume" not in client.said
@@ -412,7 +413,7 @@ def test_a_lost_core_leaves_vllm_paused_and_an_operators_pause_outlasts_a_failed
 
 def test_a_sleeping_engine_has_no_caches_to_drop(loop):
     client, core, hooks = switching(loop, "alone", encoders=True)
-    core.answers = [["", True]]
+    core.answers = [["", True, True]]
     hooks.fell_asleep()
     commit(hooks, "retract")
     assert client.said == ["switch 0: "]
@@ -458,6 +459,7 @@ class Adapters(Session):
 
 def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
     client, session, adapters = Client(), Session(), Adapters()
+    client.engine_core = Core(client, "alone")
     hooks = VllmHooks(client, loop, prefix_caching=True)
     guard_sleep(client, loop, session, hooks, adapters)  # type: ignore[arg-type]
 
@@ -486,26 +488,59 @@ def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
     assert (session.state, adapters.state) == ("quarantined", "gone")
     ask(client.wake_up(["weights"]))
     ask(client.wake_up(["kv_cache"]))
-    # Requests that came meanwhile are dropped before vLLM resumes, and it is paused as soon as it has.
-    aborts = "pause abort True"
-    assert client.said == ["sleep 2 abort", "wake ['weights']", aborts, "wake ['kv_cache']", aborts]
-    assert (client.held, hooks.paused) == (True, True)
+    # Requests that came meanwhile are dropped, and vLLM does not resume when it wakes.
+    assert client.said == ["sleep 2 abort", "wake ['weights']", "pause abort True", "wake ['kv_cache']"]
+    assert (client.held, client.stays_paused, hooks.paused) == (True, False, True)
+    with pytest.raises(HTTPException, match="this engine is quarantined and stays paused"):
+        ask(client.resume_generation())
     hooks.pause("abort", 5.0)  # the update that ends the quarantine
     hooks.resume()
     assert not client.held
 
 
-def test_a_request_that_comes_while_an_engine_wakes_without_weights_waits(loop):
+def test_tokens_are_stamped_at_the_switch_and_with_the_old_version_if_it_is_taken_back(loop):
+    _, core, hooks = switching(loop, "alone", "alone")
+    hooks.switch_model(7.0, "7")
+    hooks.set_version(7)  # nothing more to do: this client has no call for it
+    hooks.switch_model(7.0, "8")
+    hooks.switch_model(7.0, "")  # its proof failed
+    core.answers = [["", False, True], ["rank 1: out of order", False, False]]
+    hooks.switch_model(7.0, "9")
+    hooks.switch_model(7.0, "")
+    hooks.switch(7.0)  # an adapter's
+    assert core.stamps[::2] == core.stamps[1::2] == ["7", "8", "7", "9", "7", ""]
+
+
+def test_version_goes_with_the_commit_alone(workers):
+    made = workers()
+    said: list[str] = []
+
+    def go(timeout_s: float, version: str) -> None:
+        said.append(version)
+        for worker in made:
+            worker.been.set()
+
+    executor = meet(made, go)
+    sender = Sender({"a": torch.zeros(4)}, version=7)
+    for message in (sender.open, Commit(session=sender.session), Abort(session=sender.session)):
+        executor.apply(message, timeout_s=PATIENCE_S)
+    executor.close()
+    assert said == ["7", ""]
+
+
+def test_nobody_else_ends_the_pause_of_an_update(loop):
     client, session = Client(), Session()
     hooks = VllmHooks(client, loop, prefix_caching=True)
     guard_sleep(client, loop, session, hooks, Adapters())  # type: ignore[arg-type]
 
-    async def wake() -> None:
-        await client.wake_up()
-        await client.coming
+    def resume() -> None:
+        asyncio.run_coroutine_threadsafe(client.resume_generation(), loop).result(PATIENCE_S)
 
-    asyncio.run_coroutine_threadsafe(client.sleep(level=2), loop).result(PATIENCE_S)
-    client.said.clear()
-    client.comes_at_wake_up = True
-    asyncio.run_coroutine_threadsafe(wake(), loop).result(PATIENCE_S)
-    assert client.said == ["pause abort True", "wake None", "pause abort True", "request"]
+    hooks.pause("retract", 5.0)
+    with pytest.raises(HTTPException, match="paused for an update"):
+        resume()
+    hooks.resume()
+    assert client.said == ["pause keep True", "resume"]
+    client.held = True  # by an operator
+    resume()
+    assert not client.held

@@ -1,7 +1,8 @@
 """The switch of weights in vLLM's engine core: one call, which the core's loop takes between two steps.
 
 It lets batches in flight end, takes the KV cache from running requests, has every worker switch, and lets vLLM go on.
-vLLM has no plug-in point in its engine core, so ``install`` adds methods to its class.
+vLLM has no plug-in point in its engine core, so ``install`` adds methods to its class.  ``owner`` and ``stay_paused``
+are for several API servers, which have nothing in common but the cores.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from weightcast.plugins.vllm.worker_hooks import SWITCH
 # Names of the methods for ``call_utility_async``.
 ASK = "weightcast_core"
 SWITCH_BETWEEN = "weightcast_switch_between_steps"
+OWNER = "weightcast_owner"
+STAY_PAUSED = "weightcast_stay_paused"
 # Answers to ASK.
 ALONE, LOCKSTEP = "alone", "lockstep"
 
@@ -42,6 +45,8 @@ def install() -> None:
     if core_class is not None:
         setattr(core_class, ASK, kind)
         setattr(core_class, SWITCH_BETWEEN, switch_between_steps)
+        setattr(core_class, OWNER, owner)
+        setattr(core_class, STAY_PAUSED, stay_paused)
 
 
 def kind(core: Any) -> str:
@@ -57,7 +62,7 @@ def kind(core: Any) -> str:
 
 
 def switch_between_steps(
-    core: Any, rest: bool, drop_cache: bool, drop_encoders: bool, resume: bool, timeout_s: float
+    core: Any, rest: bool, drop_cache: bool, drop_encoders: bool, resume: bool, timeout_s: float, stamp: str
 ) -> list[Any]:
     """Has every worker switch its weights while this core schedules nothing.
 
@@ -68,9 +73,10 @@ def switch_between_steps(
         drop_cache: Whether requests lose their KV cache, which vLLM then computes again, and cached prefixes go.
         drop_encoders: Whether cached outputs of encoders go.
         resume: Whether a pause from before ends; otherwise it stays.
+        stamp: vLLM's weight version of the answers from now on; empty leaves it.
 
     Returns:
-        The failure in words, or nothing; and whether the core was paused before.
+        The failure in words, or nothing; whether the core was paused before; and whether it has the stamp.
 
     Raises:
         Exception: A worker is gone or late.  The core stays paused.
@@ -97,9 +103,31 @@ def switch_between_steps(
         scheduler.set_pause_state(states.PAUSED_ALL)
         raise
     failed = "" if why else "; ".join(dict.fromkeys(words for words in said if words))
+    stamped = bool(stamp) and not failed and not why and hasattr(core, "set_weight_version")
+    if stamped:
+        core.set_weight_version(stamp)
     after = states.PAUSED_ALL if failed else states.UNPAUSED if resume and not why else before
     if after == states.UNPAUSED and before != after:
         core.resume_scheduler()
     elif scheduler.pause_state != after:
         scheduler.set_pause_state(after)
-    return [failed, before != states.UNPAUSED]
+    return [failed, before != states.UNPAUSED, stamped]
+
+
+def owner(core: Any, name: str) -> str:
+    """Notes the socket of the API server that owns the sessions; returns its name, empty if nobody has told it.
+
+    Args:
+        name: The name, from the owner itself; empty to ask for it.
+    """
+    if name:
+        core.weightcast_owner_name = name
+    return getattr(core, "weightcast_owner_name", "")
+
+
+def stay_paused(core: Any, stay: bool) -> None:
+    """Keeps a paused core from resuming, as it does by itself when the last of its memory wakes, or lets it again."""
+    if stay:
+        core.resume_scheduler = lambda: None
+    else:
+        del core.resume_scheduler

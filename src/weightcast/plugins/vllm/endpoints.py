@@ -17,7 +17,9 @@ from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
 from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
-from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.api_servers import Door, HandsOn, found_door, number_of
+from weightcast.plugins.vllm.core_switch import OWNER
+from weightcast.plugins.vllm.engine_hooks import VllmHooks, on_cores
 from weightcast.plugins.vllm.hazards import hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
 from weightcast.plugins.vllm.rank_protocol import (
@@ -64,9 +66,14 @@ class Endpoints(Late):
         self._keys = Keys(())
         self._turns = Turns()
         self._adapters: Adapters | None = None
+        self._app: FastAPI | None = None
+        self._door: Door | None = None
+        self._owner = ""  # socket of the API server that owns the sessions, if that is another one
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes with a key check, because vLLM's own covers only its own routes."""
+        app.add_middleware(HandsOn, owner=lambda: self._owner)
+        self._app = app
         checked = [Depends(self._check_key)]
         app.include_router(weight_routes(self, score=self.score), dependencies=checked)
         app.include_router(peer_routes(self._ready), dependencies=checked)
@@ -79,11 +86,29 @@ class Endpoints(Late):
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Connects to the ranks; raises ``ConfigError`` if vLLM has options that weightcast does not support."""
+        """Connects to the ranks, or to the API server that has; returns when this server may answer requests.
+
+        Raises:
+            ConfigError: vLLM has options that weightcast does not support.
+        """
+        config = engine_client.vllm_config
+        number, servers = number_of(config, args)
+        replicas = int(config.parallel_config.data_parallel_size)
+        if number:
+
+            async def ask() -> str:
+                return (await on_cores(engine_client, replicas, OWNER, ""))[0]
+
+            self._owner = await found_door(ask, number)
+            return
         keys: Sequence[str | None] = [*(getattr(args, "api_key", None) or ()), os.environ.get("VLLM_API_KEY")]
         self._keys = Keys(key for key in keys if key)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._start, engine_client, loop, args, state.openai_serving_models)
+        await loop.run_in_executor(None, self._start, engine_client, loop, args, state.openai_serving_models, servers)
+        if servers > 1:
+            assert self._app is not None
+            self._door = Door(self._app)
+            await on_cores(engine_client, replicas, OWNER, await self._door.open())
 
     # -- methods that the routes call
 
@@ -97,7 +122,7 @@ class Endpoints(Late):
             raise Refused("this engine is paused and cannot score")
         return self._hooks.score(token_ids)
 
-    def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace, serving: Any) -> None:
+    def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace, serving: Any, servers: int) -> None:
         import vllm
 
         config = client.vllm_config
@@ -106,11 +131,6 @@ class Endpoints(Late):
             raise ConfigError(
                 f"vLLM's weight-transfer backend is {backend or 'not set'}",
                 hint='start vLLM with --weight-transfer-config \'{"backend": "weightcast"}\'',
-            )
-        if (getattr(args, "api_server_count", None) or 1) > 1:
-            raise ConfigError(
-                "several API servers cannot update one engine",
-                hint="set --api-server-count 1; with --data-parallel-size, vllm serve starts several by default",
             )
         parallel, settings = config.parallel_config, settings_of(config.additional_config)
         check_replicas(parallel)
@@ -128,7 +148,7 @@ class Endpoints(Late):
         executor = VllmExecutor(
             world_size,
             listen=hooks.listen,
-            on_main=hooks.switch,
+            on_main=hooks.switch_model,
             elsewhere=elsewhere,
             on_far_rank_lost=hooks.end,
         )
@@ -166,7 +186,7 @@ class Endpoints(Late):
             engine=self._engine,
             world_size=world_size,
             turns=self._turns,
-            why_none=why_no_adapters(config),
+            why_none=why_no_adapters(config, servers=servers),
             elsewhere=elsewhere,
         )
         guard_sleep(client, loop, self._engine, hooks, self._adapters)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
 from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.other_hosts import Invitation
-from weightcast.plugins.vllm.core_switch import ALONE, ASK, SWITCH_BETWEEN
+from weightcast.plugins.vllm.core_switch import ALONE, ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.plugins.vllm.worker_hooks import SWITCH
 
@@ -40,6 +40,15 @@ _MODES: dict[PauseMode, tuple[str, bool]] = {
 _STALE_CACHE = "in_place keeps the KV cache of the old weights, which vLLM's prefix caching gives to new requests"
 _STALE_STORE = "in_place keeps what the old weights computed in {}, which gives it to new requests"
 _FRESH_CACHE = "use pause retract, or start vLLM with --no-enable-prefix-caching"
+
+
+async def on_cores(client: Any, replicas: int, method: str, *arguments: Any) -> list[Any]:
+    """Calls a method of every engine core.  vLLM's own call returns the first one's answer only."""
+    core = client.engine_core
+    if replicas == 1:
+        return [await core.call_utility_async(method, *arguments)]
+    calls = (core._call_utility_async(method, *arguments, engine=engine) for engine in core.core_engines)
+    return await asyncio.gather(*calls)
 
 
 class VllmHooks(EngineLoop):
@@ -67,6 +76,7 @@ class VllmHooks(EngineLoop):
         """
         super().__init__(loop)
         self._client = client
+        self._resume_vllm = client.resume_generation  # vLLM's own, which ``sleep`` wraps for everybody else
         self._stale = (
             f"{_STALE_CACHE}; {_FRESH_CACHE}"
             if prefix_caching
@@ -85,6 +95,7 @@ class VllmHooks(EngineLoop):
         self._in_order = self._waits = False
         self._goes_on = False
         self._ends = False
+        self._stamp = self._stamp_before = ""  # vLLM's weight version
 
     @property
     def paused(self) -> bool:
@@ -116,6 +127,24 @@ class VllmHooks(EngineLoop):
             return frozenset()
         wanted = frozenset(tags) - {"scheduling"}
         return self._asleep - wanted if wanted <= self._asleep else self._asleep
+
+    def wake_paused(self, tags: Sequence[str] | None, wake_up: Callable[[], Any]) -> Any:
+        """Wakes memory without weights that are known: vLLM stays paused until an update resumes it.
+
+        Requests that came while it slept end.
+
+        Args:
+            wake_up: vLLM's own call, whose answer is returned.
+        """
+        self.pause_anyway("abort", _SHORT_S)
+        self.wait(self._on_cores(STAY_PAUSED, True), _SHORT_S, "engine cores to stay paused")
+        try:
+            answer = wake_up()
+        finally:
+            self.wait(self._on_cores(STAY_PAUSED, False), _SHORT_S, "engine cores that stayed paused")
+        self.woke(tags)
+        self._paused, self._foreign = True, False
+        return answer
 
     @property
     def no_pause(self) -> dict[PauseMode, str]:
@@ -176,7 +205,7 @@ class VllmHooks(EngineLoop):
     def resume(self) -> None:
         """Resumes vLLM, unless it was paused or asleep before the update; then its operator resumes it."""
         if not self._foreign and not self._asleep:
-            self.wait(self._client.resume_generation(), _SHORT_S, "vLLM to resume")
+            self.wait(self._resume_vllm(), _SHORT_S, "vLLM to resume")
         self._paused = self._foreign = False
 
     def drop_caches(self) -> None:
@@ -189,10 +218,12 @@ class VllmHooks(EngineLoop):
             self.wait(self._client.reset_encoder_cache(), _SHORT_S, "the cache of encoders to be dropped")
 
     def set_version(self, version: int) -> None:
-        """Sets the weight version that newer versions of vLLM attach to their answers."""
-        if not hasattr(self._client, "update_weight_version"):
+        """Sets the weight version that newer versions of vLLM attach to their answers, unless a switch has."""
+        stamp = str(version)
+        if stamp == self._stamp or not hasattr(self._client, "update_weight_version"):
             return
-        self.wait(self._client.update_weight_version(str(version)), _SHORT_S, "the new version to be noted")
+        self.wait(self._client.update_weight_version(stamp), _SHORT_S, "the new version to be noted")
+        self._stamp = stamp
 
     def listen(self, invitation: Invitation) -> None:
         """Gives every rank the invitation: it then listens, or comes from another host."""
@@ -210,6 +241,8 @@ class VllmHooks(EngineLoop):
         except EngineFailure as error:
             log.warning("weightcast pauses vLLM for each commit, as this version has another engine core: %s", error)
             return
+        if hasattr(self._client, "get_weight_version"):
+            self._stamp = str(self.wait(self._client.get_weight_version(), _SHORT_S, "the weight version"))
         self._in_order, self._waits = in_order, waits
         if self._cores == ALONE:
             self._in_switch = ("in_place", "retract")
@@ -217,35 +250,49 @@ class VllmHooks(EngineLoop):
             # Cores that share experts cannot all stop before the same step, so whatever is computed again must wait.
             self._in_switch = ("in_place",)
 
-    def switch(self, timeout_s: float) -> None:
+    def switch_model(self, timeout_s: float, version: str) -> None:
+        """As ``switch``, and tokens from then on carry the new version, or the one before it.
+
+        Args:
+            version: Version of the weights to switch to; empty if those before come back.
+        """
+        if version:
+            self._stamp_before = self._stamp
+        stamp = version or self._stamp_before
+        if self.switch(timeout_s, stamp):
+            self._stamp = stamp
+
+    def switch(self, timeout_s: float, stamp: str = "") -> bool:
         """Lets every rank's main thread do its task, between the same two steps of an engine core.
 
         A core whose rank failed stays paused until ``resume``.
+
+        Args:
+            stamp: Weight version that vLLM attaches to tokens from then on; empty leaves it.
+
+        Returns:
+            True if ``stamp`` is in force.
         """
         if not self._cores:
             self.rpc(SWITCH, timeout_s)
-            return
+            return False
         ours = self._cores == ALONE and not self._asleep  # otherwise a pause, or sleep, has dropped the caches
         drop_cache, drop_encoders = ours and self._mode != "in_place", ours and self._encoders
         rest = drop_cache or drop_encoders or not self._in_order or (ours and self._waits)
-        calls = self._on_cores(SWITCH_BETWEEN, rest, drop_cache, drop_encoders, self._goes_on, timeout_s)
+        calls = self._on_cores(SWITCH_BETWEEN, rest, drop_cache, drop_encoders, self._goes_on, timeout_s, stamp)
         was_ours, self._paused = self._paused, True  # if the call fails, nobody knows more
         said = self.wait(calls, timeout_s, "all ranks to switch")
-        if any(failed for failed, _ in said):
-            self._foreign = self._foreign if was_ours else any(before for _, before in said)
+        if any(failed for failed, *_ in said):
+            self._foreign = self._foreign if was_ours else any(before for _, before, _ in said)
         elif self._goes_on:
             self._paused, self._foreign = False, True
         else:
             self._paused = was_ours
         self._goes_on = False
+        return all(stamped for *_, stamped in said)
 
-    async def _on_cores(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every engine core.  vLLM's own call returns the first one's answer only."""
-        core = self._client.engine_core
-        if self._replicas == 1:
-            return [await core.call_utility_async(method, *arguments)]
-        calls = (core._call_utility_async(method, *arguments, engine=engine) for engine in core.core_engines)
-        return await asyncio.gather(*calls)
+    def _on_cores(self, method: str, *arguments: Any) -> Coroutine[Any, Any, list[Any]]:
+        return on_cores(self._client, self._replicas, method, *arguments)
 
     def score(self, token_ids: Sequence[int], lora: Any = None) -> list[float]:
         """Returns the log-probability of each token but the first, given those before it.

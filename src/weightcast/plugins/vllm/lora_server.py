@@ -217,7 +217,7 @@ class Adapters:
                         name=request.name, request=request, lora_id=lora_id, invitation=invitation, others=others
                     )
                 ),
-                on_main=self._hooks.switch,
+                on_main=lambda timeout_s, _: self._hooks.switch(timeout_s),
                 elsewhere=self._elsewhere,
                 on_far_rank_lost=self._hooks.end,
             )
@@ -306,10 +306,12 @@ class Adapters:
             raise Refused("; ".join(reasons))
 
 
-def why_no_adapters(vllm_config: Any) -> str:
-    """The reason why this vLLM can take no adapter in memory; empty if it can."""
+def why_no_adapters(vllm_config: Any, *, servers: int) -> str:
+    """The reason why this vLLM, with so many API servers, can take no adapter in memory; empty if it can."""
     if vllm_config.lora_config is None:
         return "vLLM was started without LoRA: start it with --enable-lora and --max-lora-rank N"
+    if servers > 1:
+        return f"{servers} API servers would have to offer an adapter in memory at once: set --api-server-count 1"
     if int(vllm_config.parallel_config.data_parallel_size) > 1:
         # An engine without requests computes with vLLM's own dummy adapters, which take the slots of ours.
         return "adapters in memory have not been tried with data parallelism: start one server for each replica"

@@ -10,7 +10,7 @@ from weightcast.errors import EngineFailure
 from weightcast.plugins.other_hosts import Elsewhere, Invitation, Reception
 from weightcast.plugins.rank_sockets import SwitchExecutor
 from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Message
+from weightcast.wire.messages import Commit, Message, Open
 
 
 class VllmExecutor(SwitchExecutor):
@@ -21,7 +21,7 @@ class VllmExecutor(SwitchExecutor):
         world_size: int,
         *,
         listen: Callable[[Invitation], None],
-        on_main: Callable[[float], None],
+        on_main: Callable[[float, str], object],
         elsewhere: Elsewhere | None = None,
         on_far_rank_lost: Callable[[str], None] = lambda words: None,
     ) -> None:
@@ -29,7 +29,8 @@ class VllmExecutor(SwitchExecutor):
 
         Args:
             listen: Function that gives every rank the invitation; ranks of this host then listen, the others come.
-            on_main: Function that lets every rank's main thread do its task, within a limit in seconds.
+            on_main: Function that lets every rank's main thread do its task, within a limit in seconds; it also gets
+                the version that is committed, or an empty text if old weights come back.
             elsewhere: Address and secret for ranks on other hosts; None if there can be none.
             on_far_rank_lost: Called with words when the connection to a rank on another host has ended.
 
@@ -40,6 +41,7 @@ class VllmExecutor(SwitchExecutor):
         self._on_main = on_main
         self._on_far_rank_lost = on_far_rank_lost
         self._timeout_s = 0.0
+        self._opened = self._committing = ""
         folder = tempfile.mkdtemp(prefix="weightcast-")
         try:
             with Reception(folder, elsewhere) as reception:
@@ -54,6 +56,9 @@ class VllmExecutor(SwitchExecutor):
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         """Implements ``Executor.apply``."""
         self._timeout_s = timeout_s
+        if isinstance(message, Open):
+            self._opened = str(message.version)
+        self._committing = self._opened if isinstance(message, Commit) else ""
         return super().apply(message, timeout_s=timeout_s)
 
     def far_rank_lost(self, words: str) -> None:
@@ -62,4 +67,4 @@ class VllmExecutor(SwitchExecutor):
 
     def after_decision(self) -> None:
         """Implements ``SwitchExecutor.after_decision``: the engine core takes the call between two steps."""
-        self._on_main(self._timeout_s)
+        self._on_main(self._timeout_s, self._committing)

@@ -1,4 +1,4 @@
-"""Keeps vLLM's sleep and wake-up apart from updates, and keeps an engine with discarded weights from serving.
+"""Keeps vLLM's sleep, wake-up and resume apart from updates, and an engine without proven weights from serving.
 
 vLLM has no plug-in point here, so this module wraps methods of its engine client in the API server.
 """
@@ -17,52 +17,20 @@ from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
 from weightcast.plugins.vllm.lora_server import Adapters
 from weightcast.receiver.session import SessionHandler
 
-_PAUSE_S = 30.0
-_LOOK_S = 0.005
 _DISCARDED = "sleep level 2 discarded the weights: wake them (/wake_up?tags=weights), then make a full update"
-
-
-class RequestGate:
-    """Holds requests back in the API server while it is closed.  Its methods run on the server's event loop."""
-
-    def __init__(self, client: Any) -> None:
-        """Wraps the client's ``add_request``, which sends a request to the engine core."""
-        self._add_request = client.add_request
-        self._opened = asyncio.Event()
-        self._opened.set()
-        self._entering = 0
-        client.add_request = self._enter
-
-    async def close(self) -> None:
-        """Lets no request in from now on; returns when those that are on their way have been sent."""
-        self._opened.clear()
-        while self._entering:
-            await asyncio.sleep(_LOOK_S)
-
-    def open(self) -> None:
-        """Lets the requests in that wait."""
-        self._opened.set()
-
-    async def _enter(self, *arguments: Any, **named: Any) -> Any:
-        await self._opened.wait()
-        self._entering += 1
-        try:
-            return await self._add_request(*arguments, **named)
-        finally:
-            self._entering -= 1
 
 
 def guard_sleep(
     client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHandler, hooks: VllmHooks, adapters: Adapters
 ) -> None:
-    """Wraps a client's ``sleep``, ``wake_up`` and, where it exists, ``release_kv_cache_memory``.
+    """Wraps a client's ``sleep``, ``wake_up``, ``resume_generation`` and, where it exists, ``release_kv_cache_memory``.
 
-    They answer 409 while an update is under way.  An engine whose weights were discarded is quarantined until a full
-    update.  If it wakes before that, it is paused.
+    They answer 409 while an update is under way; resuming does so only where it would end the pause of an update or of
+    a quarantine.  An engine whose weights were discarded is quarantined until a full update.  If it wakes before that,
+    it stays paused.
 
     Level 2 drops the adapters that weightcast updates.
     """
-    gate = RequestGate(client)
     sleep, wake_up = client.sleep, client.wake_up
     release = getattr(client, "release_kv_cache_memory", None)
 
@@ -91,26 +59,24 @@ def guard_sleep(
 
     async def guarded_wake_up(tags: Sequence[str] | None = None) -> Any:
         def do() -> Any:
-            # vLLM resumes by itself when the last of its memory is back.
-            unproven = engine.state == "quarantined" and not hooks.still_asleep(tags)
-            if not unproven:
-                answer = call(wake_up(tags))
-                hooks.woke(tags)
-                return answer
-            # Without weights vLLM would answer requests that wait, and those that come before it is paused again.
-            call(gate.close())
-            try:
-                hooks.pause_anyway("abort", _PAUSE_S)
-                answer = call(wake_up(tags))
-                hooks.woke(tags)
-                hooks.pause_anyway("abort", _PAUSE_S)
-            finally:
-                loop.call_soon_threadsafe(gate.open)
+            if engine.state == "quarantined" and not hooks.still_asleep(tags):
+                return hooks.wake_paused(tags, lambda: call(wake_up(tags)))
+            answer = call(wake_up(tags))
+            hooks.woke(tags)
             return answer
 
         return await alone(do)
 
-    client.sleep, client.wake_up = guarded_sleep, guarded_wake_up
+    resume = client.resume_generation
+
+    async def guarded_resume() -> None:
+        if engine.state == "quarantined":
+            raise HTTPException(409, "this engine is quarantined and stays paused: send it a full update")
+        if hooks.paused and not hooks.asleep:
+            raise HTTPException(409, "this engine is paused for an update, which resumes it")
+        await resume()
+
+    client.sleep, client.wake_up, client.resume_generation = guarded_sleep, guarded_wake_up, guarded_resume
     if release is None:
         return
 
