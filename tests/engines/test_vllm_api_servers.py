@@ -39,7 +39,7 @@ MODES = ("abort", "wait", "retract", "abort", "retract")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one request got.
+    """The answer to one request.
 
     Attributes:
         server: Process of the API server that answered.

@@ -103,6 +103,11 @@ class UnpackedModel:
             self.constants = frozenset((*_constants(model), *unread))
 
     @property
+    def as_loaded(self) -> bool:
+        """True if each layer computes with what the loader has written, so no value has to be read once more."""
+        return not (self._packed or self._as_found or self._quantised)
+
+    @property
     def quantised_bytes(self) -> int:
         """Memory that the loaded form of quantised layers takes beside the live one."""
         return sum(layer.own_bytes for layer in self._quantised)

@@ -255,9 +255,16 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if checkpoint.dummy:
             checkpoint.read_specs()
             unpacked.fill_randomly()
+        elif unpacked.as_loaded:
+            checkpoint.read_specs()
         else:
             unpacked.load_weights(checkpoint.weights())
             unpacked.check_layouts()
+        log.info(
+            "weightcast: rank %d read the checkpoint's %s",
+            self._rank,
+            "names and shapes" if checkpoint.dummy or unpacked.as_loaded else "values once more, to compare them",
+        )
         unpacked.spot_check()
         self._models = LoadedModels(unpacked, checkpoint)
         return self._receiver_of(self._models)
