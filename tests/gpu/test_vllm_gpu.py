@@ -64,6 +64,8 @@ def vllm(
 ) -> AbstractContextManager[Server]:
     """vLLM on these GPUs, one rank on each; ``backend`` is of its weight transfer, ``weightcast`` is ours.
 
+    It is started as ``vllm serve`` does, which knows ``--api-server-count``, if ``options`` has that.
+
     NCCL takes it for another machine if ``host`` names one (``NCCL_HOSTID``): what it then sends goes through sockets,
     and a rank of a group may be on the GPU of another rank.
     """
@@ -85,7 +87,9 @@ def vllm(
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
     def command(port: int) -> list[str]:
-        words = ["-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}", "--host=127.0.0.1"]
+        several = any(option.startswith("--api-server-count") for option in options)
+        program = ["vllm.entrypoints.cli.main", "serve"] if several else ["vllm.entrypoints.openai.api_server"]
+        words = ["-m", *program, f"--model={model}", f"--port={port}", "--host=127.0.0.1"]
         words += ["--served-model-name=m", "--max-model-len=256", "--max-num-seqs=8", *FLAGS]
         # Others may be on these GPUs, so what is free is not counted.
         words += ["--gpu-memory-utilization=0.05", f"--kv-cache-memory-bytes={1 << 30}", "--no-enable-prefix-caching"]
@@ -170,6 +174,23 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
             record=record,
             group_bytes=group_bytes,
         )
+
+
+def test_updates_reach_either_of_two_api_servers_and_no_value_is_read_twice(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
+) -> None:
+    a, b = models(tmp_path_factory, "llama")
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": True}
+    with (
+        vllm(a, tmp_path / "updated.log", **common, options=["--api-server-count=2"]) as server,
+        vllm(b, tmp_path / "other.log", **common) as other,
+    ):
+        server.wait_ready()
+        record("vllm", server.get("/version").json()["version"])
+        check_updates(*(Vllm(), server, other, (a, b)), via="ipc", trainer=["cuda:0"], verify="resident", record=record)
+        log = server.log.read_text()
+    assert "API server 1 hands requests that concern updates on to API server 0" in log
+    assert "rank 0 read the checkpoint's names and shapes" in log
 
 
 @pytest.mark.parametrize("way", ["streams", "copies"])
