@@ -31,6 +31,7 @@ log = logging.getLogger("weightcast.plugins.vllm")
 
 _START_S = 600.0
 _LOOK_S = 0.1
+_CONNECT_S = 1.0
 _LENGTH_BYTES = 8
 _CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
 _ROUTES = "/weightcast/"
@@ -136,7 +137,7 @@ class HandsOn:
             await self._app(scope, receive, send)
             return
         try:
-            reader, writer = await asyncio.open_unix_connection(name)
+            reader, writer = await _connected(name)
         except OSError as error:
             await refusal(503, f"{_GONE}cannot be reached: {error}")(scope, receive, send)
             return
@@ -152,6 +153,18 @@ class HandsOn:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+
+
+async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connects to the owner; raises OSError if it is gone, or does not take the connection."""
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.settimeout(_CONNECT_S)
+        end.connect(name)  # at once; uvloop itself cannot connect to an abstract socket
+        return await asyncio.open_unix_connection(sock=end)
+    except BaseException:
+        end.close()
+        raise
 
 
 def _concerns_updates(path: str) -> bool:
