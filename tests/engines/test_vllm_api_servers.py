@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.clock import PATIENCE_S
-from tests.e2e.engines import ENVIRONMENT, Engine, push, verify
+from tests.e2e.engines import ENVIRONMENT, Engine, push, shortfall, verify
 from tests.engines.test_vllm_cpu import COUNT, DOOMED, PROMPTS, SIZES
 from tests.engines.vllm_server import vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
@@ -32,8 +32,11 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 
 pytestmark = [pytest.mark.engine]
 
+# vLLM closes an idle connection after five seconds, and a test looks which server has it.
+KEPT_OPEN = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
 STREAMS = 8
 LONG = 48
+TIE = 1e-3  # nats
 MODES = ("abort", "wait", "retract", "abort", "retract")
 
 
@@ -58,17 +61,13 @@ class Weights:
 
     def __init__(self, root: Path) -> None:
         self.folders = {name: root / name for name in "AB"}
-        self._models: dict[str, Any] = {}
-        self._said: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        self.models: dict[str, Any] = {}
         for seed, (name, folder) in enumerate(self.folders.items()):
-            self._models[name] = tiny_model(folder, seed=seed, **SIZES)
+            self.models[name] = tiny_model(folder, seed=seed, **SIZES)
             tiny_tokenizer(folder)
 
     def say(self, name: str, prompt: list[int], count: int = COUNT) -> list[int]:
-        asked = name, tuple(prompt)
-        if len(self._said.get(asked, [])) < count:
-            self._said[asked] = greedy(self._models[name], prompt, count)
-        return self._said[asked][:count]
+        return greedy(self.models[name], prompt, count)
 
 
 def body(prompt: list[int], count: int) -> dict[str, Any]:
@@ -119,12 +118,14 @@ def ask(engine: Engine, prompt: list[int], count: int = COUNT) -> Answer:
 
 
 def check(weights: Weights, versions: dict[str, str], answer: Answer) -> None:
-    """Each part of an answer is what transformers says with the weights of the version that it is stamped with."""
+    """Each token is the likeliest with the weights of the version that it is stamped with, after those before it."""
     assert len(answer.tokens) == LONG or answer.reason == "abort"
     assert sum(end - start for _, start, end in answer.parts) == len(answer.tokens)
     for version, start, end in answer.parts:
-        said = weights.say(versions[version], answer.prompt + answer.tokens[:start], end - start)
-        assert answer.tokens[start:end] == said, (version, answer)
+        model = weights.models[versions[version]]
+        # Two tokens of these weights are 4e-5 nats apart, and a batch of another size may choose the other one.
+        off = shortfall(model, answer.prompt + answer.tokens[:start], answer.tokens[start:end])
+        assert off < TIE, (version, off, answer)
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.engine_full), 2])
@@ -142,7 +143,10 @@ def test_eight_streams_through_two_servers_get_tokens_of_the_version_that_they_a
             found.append(ask(engine, [5 + number, 17, 200 + len(found) % 7, 33], LONG))
         return found
 
-    with vllm(weights.folders["A"], tmp_path, *options, serve=True) as engine, ThreadPoolExecutor(STREAMS) as pool:
+    with (
+        vllm(weights.folders["A"], tmp_path, *options, serve=True, extra=KEPT_OPEN) as engine,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
         running = [pool.submit(stream, number) for number in range(STREAMS)]
         with ExitStack() as stack:
             stack.callback(over.set)
@@ -191,7 +195,7 @@ def engine(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "--api-server-count=2",
         "--enable-scale-out",
         serve=True,
-        extra={"VLLM_SERVER_DEV_MODE": "1"},
+        extra=KEPT_OPEN | {"VLLM_SERVER_DEV_MODE": "1"},
     ) as engine:
         yield engine
 
@@ -272,7 +276,9 @@ def test_vllm_and_the_update_end_if_an_api_server_is_killed(weights: Weights, tm
         def train() -> None:
             with (
                 CheckpointExporter(weights.folders["B"]) as exporter,
-                WeightUpdater.connect(exporter, [Target(engine.url)], bucket_bytes=1 << 14, timeout_s=60.0) as updater,
+                WeightUpdater.connect(
+                    exporter, [Target(engine.url)], bucket_bytes=1 << 16, timeout_s=PATIENCE_S
+                ) as updater,
             ):
                 for version in itertools.count(1):
                     updater.update(version=version)
@@ -297,7 +303,12 @@ def test_random_weights_answer_nobody_at_either_server(
     options = ["--api-server-count=2", "--load-format=dummy", "--enable-scale-out"]
     with (
         vllm(
-            weights.folders["A"], tmp_path, *options, serve=True, key="secret", extra={"VLLM_SERVER_DEV_MODE": "1"}
+            weights.folders["A"],
+            tmp_path,
+            *options,
+            serve=True,
+            key="secret",
+            extra=KEPT_OPEN | {"VLLM_SERVER_DEV_MODE": "1"},
         ) as engine,
         one_client_each(engine) as clients,
         ThreadPoolExecutor(2) as pool,
