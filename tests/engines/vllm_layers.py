@@ -48,6 +48,16 @@ class Model(nn.Module):
             self.conv1d.weight.data.copy_(tensor)
 
 
+def keeps_what_it_loaded() -> bool:
+    """Whether a model whose only layer vLLM leaves as the loader wrote it needs no values from a second reading."""
+    with set_current_vllm_config(VllmConfig()):
+        model = nn.Module()
+        model.plain = nn.Linear(4, 6, bias=False)
+        model.plain.quant_method = UnquantizedLinearMethod()
+    record_metadata_for_reloading(model)
+    return UnpackedModel(model, device=torch.device("cpu")).as_loaded
+
+
 def refusal_of_moving_experts() -> str:
     """The words with which the plug-in ends vLLM's start; vLLM itself allows the setting on GPUs only."""
     engine = object.__new__(WeightcastEngine)
@@ -88,6 +98,7 @@ def main() -> dict[str, object]:
         "computes with": torch.equal(layer.weight, packed(second.view(6, 4))),
         "falls back to": torch.equal(layer._cpu_unpacked_conv_weight, second.view(6, 4)),
         "stale": stale,
+        "names suffice": [keeps_what_it_loaded(), unpacked.as_loaded],
         "experts that move": refusal_of_moving_experts(),
     }
 
