@@ -205,7 +205,9 @@ def test_a_trainer_that_is_killed_leaves_one_whole_version_whichever_server_it_s
     engine: Engine, weights: Weights
 ) -> None:
     spoke_to: set[int] = set()
-    for _ in range(3):
+    deadline = time.monotonic() + PATIENCE_S
+    while len(spoke_to) < 2:  # which server takes a connection is chance
+        assert time.monotonic() < deadline
         start = engine.info()["version"] + 1
         command = [sys.executable, "-c", DOOMED, engine.url, str(weights.folders["B"]), "ipc", str(start)]
         trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -219,7 +221,6 @@ def test_a_trainer_that_is_killed_leaves_one_whole_version_whichever_server_it_s
         trainer.kill()
         trainer.wait()
         trainer.stdout.close()
-        deadline = time.monotonic() + PATIENCE_S
         while (info := engine.info())["state"] == "updating":
             assert time.monotonic() < deadline
         name = "A" if info["version"] < start else "B"
@@ -227,7 +228,6 @@ def test_a_trainer_that_is_killed_leaves_one_whole_version_whichever_server_it_s
         assert verify(weights.folders[name], engine) == (0, set())
         assert [ask(engine, prompt).tokens for prompt in PROMPTS] == [weights.say(name, prompt) for prompt in PROMPTS]
         push(weights.folders["A"], [engine], info["version"] + 1)
-    assert len(spoke_to) == 2
 
 
 @pytest.mark.engine_full
