@@ -132,7 +132,7 @@ def test_core_of_this_version_has_our_methods_before_it_is_forked(said: tuple[st
 
 def test_core_of_this_version_switches_in_one_call(said: tuple[str, dict[str, Any]]) -> None:
     found = of(said, "one_call")
-    assert (found["kind"], found["answer"], found["after"]) == ("alone", ["", False], "UNPAUSED")
+    assert (found["kind"], found["answer"], found["after"]) == ("alone", ["", False, False], "UNPAUSED")
     steps = [["step", "PAUSED_ALL"]] * 2
     assert found["told"] == [*steps, ["preempted", "r"], ["weightcast_switch", [""]]]
 

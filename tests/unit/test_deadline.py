@@ -152,7 +152,7 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     for index in range(2):
         bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=index))
         pump = transport._pump  # whose ``put`` would wait for the first bucket before it returns for the second
-        pump._sending.append(pump._threads.submit(transport._send_one, bucket, ()))
+        pump._sending.append(pump._start_one(bucket, ()))
     for asked in engine.asked:
         assert asked.wait(PATIENCE_S)
     yield engine, transport, link

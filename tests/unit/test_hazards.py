@@ -71,10 +71,11 @@ def test_a_cache_outside_of_vllm_forbids_in_place():
     assert store_outside(config(kv_transfer_config=SimpleNamespace(kv_connector="Shelf"))) == "the KV connector Shelf"
     assert store_outside(config(cache_config=SimpleNamespace(kv_offloading_size=4.0))) == "the offloaded KV cache"
     loop: Any = None
-    hooks = VllmHooks(None, loop, prefix_caching=False, cache_outside="the KV connector Shelf")
+    client = SimpleNamespace(resume_generation=None)
+    hooks = VllmHooks(client, loop, prefix_caching=False, cache_outside="the KV connector Shelf")
     assert "the KV connector Shelf" in hooks.no_pause["in_place"]
     assert "retract" in hooks.no_pause["in_place"]
-    assert VllmHooks(None, loop, prefix_caching=False).no_pause == {}
+    assert VllmHooks(client, loop, prefix_caching=False).no_pause == {}
 
 
 # Connectors of vLLM 0.25, 0.32 and 0.33 with their settings.  Those that files or other servers keep are not emptied,

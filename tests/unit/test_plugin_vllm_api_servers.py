@@ -16,7 +16,7 @@ from tests.clock import PATIENCE_S
 from tests.unit.sessions import Sender
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.plugins.vllm import api_servers
-from weightcast.plugins.vllm.api_servers import Door, HandsOn, found_door, number_of
+from weightcast.plugins.vllm.api_servers import Door, HandsOn, add_first, found_door, number_of
 from weightcast.receiver.server import weight_routes
 from weightcast.wire.answers import Ack
 from weightcast.wire.codec import encode
@@ -118,6 +118,20 @@ def run(test: Callable[[HandsOn, Owner], Awaitable[None]]) -> None:
             door.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_an_app_hands_on_also_if_it_was_put_together_before(built):
+    async def test(server: HandsOn, _: Owner) -> None:
+        app = app_of("here")
+        if built:  # as vLLM 0.25 leaves it
+            app.middleware_stack = app.build_middleware_stack()
+        add_first(app, HandsOn, owner=server._owner)
+        for path, wanted in (("/weightcast/other", b"owner"), ("/sleep", b"owner"), ("/v1/completions", b"here")):
+            _, headers, _ = await Call(app, path, b"x").answer()
+            assert headers[b"x-server"] == wanted
+
+    run(test)
 
 
 def test_a_request_of_updates_is_answered_by_the_owner_as_it_came():

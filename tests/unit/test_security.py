@@ -415,7 +415,9 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
         assert Call(app, "GET", starting, [], {}).status == 503  # the engine is still starting
     monkeypatch.setenv("VLLM_API_KEY", "other")
     monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
-    asyncio.run(endpoints.init_state(None, Namespace(openai_serving_models=None), Namespace(api_key=[KEY])))
+    parallel = Namespace(data_parallel_size=1)
+    client = Namespace(vllm_config=Namespace(parallel_config=parallel))
+    asyncio.run(endpoints.init_state(client, Namespace(openai_serving_models=None), Namespace(api_key=[KEY])))
     for header in ("", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY[:-1]}"):
         for method, route in (
             ("GET", "info"),

@@ -8,6 +8,7 @@ from weightcast.lab.conformance.engine import EngineUnderTest
 from weightcast.lab.conformance.failures import heals, keeps_the_old_version
 from weightcast.lab.conformance.result import NotApplicable, joined, need
 from weightcast.lab.conformance.trainer import Ended, Fate, altered, run
+from weightcast.transports.direct import SPEC as _SPEC
 
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {"direct_by": "memory"},
@@ -35,7 +36,7 @@ def takes_shards(engine: EngineUnderTest) -> str:
         report = ended[0].report
         assert report is not None
         row = report.targets[0]
-        need(report.ok and row.transport == "direct", f"by {way}: {report}")
+        need(report.ok and row.transport == _SPEC.name, f"by {way}: {report}")
         need(row.proof == "resident", f"by {way} the proof is {row.proof}, {row.proven} of {row.proven + row.unproven}")
         engine.keeps(name)
         engine.says(name)
@@ -101,7 +102,7 @@ def refuses_an_altered_part(engine: EngineUnderTest) -> str:
 
 def _need_direct(engine: EngineUnderTest) -> None:
     offered = engine.first.transports
-    if "direct" not in offered:
+    if _SPEC.name not in offered:
         raise NotApplicable(f"as it was started, it offers {joined(sorted(offered))}")
 
 

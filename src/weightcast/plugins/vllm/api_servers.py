@@ -21,6 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightcast.errors import ConfigError, EngineFailure
@@ -120,6 +122,13 @@ async def found_door(ask: Callable[[], Awaitable[Any]], number: int) -> str:
         await asyncio.sleep(_LOOK_S)
     log.info("weightcast: API server %d hands requests that concern updates on to API server 0", number)
     return name
+
+
+def add_first(app: FastAPI, middleware: Any, **arguments: Any) -> None:
+    """Adds a middleware around all others, also to an app that has put them together already, as vLLM 0.25 has."""
+    app.user_middleware.insert(0, Middleware(middleware, **arguments))
+    if app.middleware_stack is not None:
+        app.middleware_stack = app.build_middleware_stack()
 
 
 class HandsOn:

@@ -17,7 +17,7 @@ from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
 from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
-from weightcast.plugins.vllm.api_servers import Door, HandsOn, found_door, number_of
+from weightcast.plugins.vllm.api_servers import Door, HandsOn, add_first, found_door, number_of
 from weightcast.plugins.vllm.core_switch import OWNER
 from weightcast.plugins.vllm.engine_hooks import VllmHooks, on_cores
 from weightcast.plugins.vllm.hazards import hazards_of
@@ -72,7 +72,7 @@ class Endpoints(Late):
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes with a key check, because vLLM's own covers only its own routes."""
-        app.add_middleware(HandsOn, owner=lambda: self._owner)
+        add_first(app, HandsOn, owner=lambda: self._owner)
         self._app = app
         checked = [Depends(self._check_key)]
         app.include_router(weight_routes(self, score=self.score), dependencies=checked)
