@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.testclient import TestClient
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -438,6 +439,8 @@ def plug_in() -> dict[str, Any]:
         wrapped = server.build_app
         assert wrapped.__closure__ is not None
         cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
+        app.add_middleware(CORSMiddleware)
+        app = server.sagemaker_standards_bootstrap(app)  # its last act, which puts the middlewares together
         cells["build"].cell_contents = lambda *arguments: app  # the rest of the server wants a model
         server.build_app()
     return {
