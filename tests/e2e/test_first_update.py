@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -265,27 +266,26 @@ def mapped_files() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:weightcast-")
 
 
+@contextmanager
+def shared_model() -> Iterator[nn.Module]:
+    """A trainer's module whose weights other processes can map."""
+    model = weights(1, FEW)
+    with closing(share(model)):
+        yield model
+
+
 @pytest.mark.parametrize("way", BY_MEMORY)
 def test_an_engine_lets_go_of_a_trainer_that_never_sent(way):
-    served = Served(specs_of(FEW))
-    model = weights(1, FEW)
-    buffer = share(model)
-    try:
+    with closing(Served(specs_of(FEW))) as served, shared_model() as model:
         own = mapped_files()
         with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way):
             assert mapped_files() > own
         assert mapped_files() == own
-    finally:
-        buffer.close()
-        served.close()
 
 
 @pytest.mark.parametrize("way", BY_MEMORY)
 def test_an_engine_maps_again_what_it_was_told_to_unmap(way):
-    served = Served(specs_of(FEW))
-    model = weights(1, FEW)
-    buffer = share(model)
-    try:
+    with closing(Served(specs_of(FEW))) as served, shared_model() as model:
         own = mapped_files()
         with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
             connected = mapped_files()
@@ -294,17 +294,11 @@ def test_an_engine_maps_again_what_it_was_told_to_unmap(way):
             train(model)
             assert updater.update(version=1).targets[0].proof == "resident"
         assert holds(served, model)
-    finally:
-        buffer.close()
-        served.close()
 
 
 @pytest.mark.parametrize("way", BY_MEMORY)
 def test_targets_that_join_later_map_this_trainer_too(way):
-    served, late = Served(specs_of(FEW)), Served(specs_of(FEW))
-    model = weights(1, FEW)
-    buffer = share(model)
-    try:
+    with closing(Served(specs_of(FEW))) as served, closing(Served(specs_of(FEW))) as late, shared_model() as model:
         own = mapped_files()
         with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
             one = mapped_files() - own
@@ -316,7 +310,3 @@ def test_targets_that_join_later_map_this_trainer_too(way):
             assert holds(served, model)
             assert holds(late, model)
         assert mapped_files() == own
-    finally:
-        buffer.close()
-        late.close()
-        served.close()
