@@ -1,7 +1,7 @@
 """Our receiver inside SGLang on one GPU: a trainer on the same GPU pushes while SGLang answers, in every pause mode.
 
     export PYTHONPATH=src:.
-    python -m benchmarks.gpu_sglang_receiver --site SITE --out benchmarks/results/gpu-sglang-receiver-h200.json
+    python -m benchmarks.gpu_sglang_receiver --site SITE --out benchmarks/results/gpu-sglang-h200.json
     python -m benchmarks.gpu_sglang_receiver --site SITE --models qwen3-8b --out OUT.json
     python -m benchmarks.gpu_sglang_receiver --tiny --python PYTHON
 

@@ -91,10 +91,10 @@ REAL = {
         "gpu-vllm-experts-h200", "moe", "direct, idle, in_place"
     ),
     "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang(
-        "gpu-sglang-receiver-mapped-h200", "qwen3-8b", "receiver, idle, buckets of 2048 MiB"
+        "gpu-sglang-h200", "qwen3-8b", "receiver, direct, idle"
     ),
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
-        "gpu-sglang-experts-h200", "qwen3-30b-a3b-16-layers", "receiver, idle"
+        "gpu-sglang-h200", "qwen3-30b-a3b-16-layers", "receiver, direct, idle"
     ),
     "vLLM 0.25.1, TP 2, Qwen3-8B, two H200s": lambda: pairs("gpu-vllm-pairs-mapped-2xh200", "tp2", "vLLM"),
     "vLLM 0.25.1, DP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "dp2", "vLLM"),
