@@ -35,6 +35,17 @@ CPU = torch.device("cpu")
 LONG_S = 120.0
 
 
+def test_a_folder_that_is_named_nixl_is_not_nixl(tmp_path, monkeypatch):
+    for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+        (tmp_path / name).mkdir()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    assert nixl.missing() == "NIXL is not installed"
+    with pytest.raises(ConfigError, match="NIXL is not installed"):
+        nixl.make_agent()
+
+
 @st.composite
 def boxes(draw) -> tuple[tuple[int, ...], Box, str]:
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))

@@ -26,7 +26,13 @@ _NAP_US = 1000  # NIXL's thread wakes up when bytes come; UCX does not promise t
 
 def missing() -> str:
     """Returns why this process cannot use NIXL; empty if NIXL is installed.  Imports nothing."""
-    return "" if any(find_spec(name) is not None for name in _MODULES) else "NIXL is not installed"
+    return "" if _installed() else "NIXL is not installed"
+
+
+def _installed() -> list[str]:
+    specs = {name: find_spec(name) for name in _MODULES}
+    # Any folder named nixl on Python's path counts as a package, one without an origin.
+    return [name for name, spec in specs.items() if spec is not None and spec.origin is not None]
 
 
 def make_agent() -> tuple[str, Any]:
@@ -101,10 +107,10 @@ def _with_naps(api: ModuleType) -> Any:
 
 
 def _load() -> ModuleType:
-    reason = missing()
-    if reason:
-        raise ConfigError(reason, hint='pip install "weightcast[rdma]"')
-    name = next(name for name in _MODULES if find_spec(name) is not None)
+    found = _installed()
+    if not found:
+        raise ConfigError(missing(), hint='pip install "weightcast[rdma]"')
+    name = found[0]
     first = f"{name}._api" not in sys.modules
     try:
         api = importlib.import_module(f"{name}._api")
