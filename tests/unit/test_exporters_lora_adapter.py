@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.unit import families
 from tests.unit.exports import ALONE
 from tests.unit.test_exporters_lora import adapted, tensors_of
 from weightcast.digest.definition import tensor_digest
@@ -56,6 +58,19 @@ def test_a_dtype_of_the_wire_is_cast_after_the_scale():
     for path, layer in layers_of(model).items():
         want = (layer.lora_B["default"].weight * layer.scaling["default"]).to(torch.bfloat16)
         assert tensor_digest(got[f"{path}.lora_B.weight"]) == tensor_digest(want)
+
+
+def test_adapters_of_stacked_experts_have_the_names_that_peft_saves(tmp_path):
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    model = peft.get_peft_model(families.make("qwen3_moe"), config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    got = tensors_of(AdapterExporter(model))
+    assert any("experts.base_layer.lora_A" in name for name in saved)
+    assert {name: tensor.shape for name, tensor in got.items()} == {name: t.shape for name, t in saved.items()}
+    assert all(torch.equal(got[name], tensor) for name, tensor in saved.items())
 
 
 @pytest.mark.parametrize(

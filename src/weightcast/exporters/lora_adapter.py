@@ -18,7 +18,7 @@ from weightcast.exporters.module import GatheringExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
-from weightcast.exporters.peft_layers import why_not_by_itself
+from weightcast.exporters.peft_layers import levels, outermost_layers, why_not_by_itself
 from weightcast.protocols import Shard
 from weightcast.wire.box import Box, slices
 from weightcast.wire.layout import TensorSpec, dtype_name
@@ -56,8 +56,17 @@ class AdapterExporter(GatheringExporter):
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
-            matched = re.fullmatch(rf"(.*\.lora_[AB])\.{re.escape(adapter)}", prefix)
-            return f"{_PEFT_PREFIX}{matched[1]}.{attribute}" if matched else None
+            matched = re.fullmatch(rf"(.*)(\.lora_[AB])\.{re.escape(adapter)}", prefix)
+            return f"{_PEFT_PREFIX}{matched[1]}{inner.get(id(module), '')}{matched[2]}.{attribute}" if matched else None
+
+        # PEFT wraps a module once for each of its parameters that it adapts.
+        inner = {
+            id(part[adapter]): ".base_layer" * depth
+            for _, outermost in outermost_layers(model)
+            for depth, layer in enumerate(levels(outermost))
+            for part in (getattr(layer, "lora_A", {}), getattr(layer, "lora_B", {}))
+            if adapter in part
+        }
 
         if not any(is_adapted(module) and adapter in getattr(module, "lora_A") for module in model.modules()):  # noqa: B009
             raise ConfigError(f"the model has no LoRA adapter {adapter!r}")
