@@ -14,18 +14,11 @@ from weightcast.plugins.vllm.lora_wrappers import renames_of, without_wrappers
 
 
 class Wrapper(nn.Module):
-    """As vLLM 0.25's: the layer is below it, and nothing hands weights on."""
+    """As vLLM's: the layer is below it."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.base_layer = layer
-
-
-class HandsOn(Wrapper):
-    """As vLLM 0.32's."""
-
-    def load_weights(self, weights: Any) -> None:
-        raise NotImplementedError("that it is there is all that is looked at")
 
 
 @pytest.fixture
@@ -34,7 +27,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     layers.BaseLayerWithLoRA = Wrapper
     monkeypatch.setitem(sys.modules, "vllm.lora.layers", layers)
     inner = nn.Module()
-    inner.qkv_proj, inner.o_proj, inner.norm = Wrapper(nn.Linear(2, 3)), HandsOn(nn.Linear(3, 2)), nn.LayerNorm(2)
+    inner.qkv_proj, inner.norm = Wrapper(nn.Linear(2, 3)), nn.LayerNorm(2)
+    inner.experts = Wrapper(nn.Linear(3, 2))
+    inner.experts.base_layer.lora_base_layer_prefix = "base_layer."  # type: ignore[assignment]
     return nn.ModuleDict({"attn": inner})
 
 
@@ -42,12 +37,14 @@ def names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.endswith("weight")]
 
 
-def test_layers_take_the_places_of_wrappers_that_hide_them(model: nn.Module) -> None:
-    wrapped = ["attn.qkv_proj.base_layer.weight", "attn.o_proj.base_layer.weight", "attn.norm.weight"]
+def test_layers_take_the_places_of_their_wrappers(model: nn.Module) -> None:
+    wrapped = ["attn.qkv_proj.base_layer.weight", "attn.norm.weight", "attn.experts.base_layer.weight"]
     assert names(model) == wrapped
     with without_wrappers(model):
-        assert names(model) == ["attn.qkv_proj.weight", "attn.o_proj.base_layer.weight", "attn.norm.weight"]
+        assert names(model) == ["attn.qkv_proj.weight", "attn.norm.weight", "attn.experts.weight"]
+        assert model["attn"].experts.lora_base_layer_prefix == ""  # type: ignore[index]
     assert names(model) == wrapped
+    assert model["attn"].experts.base_layer.lora_base_layer_prefix == "base_layer."  # type: ignore[index]
 
 
 def test_wrappers_come_back_after_an_error(model: nn.Module) -> None:

@@ -15,26 +15,33 @@ from weightcast.errors import Refused
 
 # A variant of the model's own mapper of names, which keeps those of projections that vLLM fuses: 0.32 and 0.25.
 _RENAMES = ("get_rename_mapper", "get_unstacked_mapper")
+_PREFIX = "lora_base_layer_prefix"  # of the parameters of experts, to their own loader
 
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Generator[None]:
-    """Puts layers in the place of wrappers that hide them from ``load_weights``.  The model must not compute meanwhile.
+    """Puts layers in the place of their wrappers, as vLLM loads a model.  The model must not compute meanwhile.
 
-    The loader of vLLM 0.25 finds no parameter below a wrapper.  Newer wrappers hand weights on.
+    Loaders find no parameter below the wrappers of vLLM 0.25, and none below the wrapper of experts in newer versions.
+    Experts look for other names once they are wrapped.
     """
-    hidden = [
+    wrapped = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if child is not None and _hides(child)
+        if child is not None and _is_wrapper(child)
     ]
-    for parent, name, child in hidden:
+    prefixes = {module: prefix for module in model.modules() if (prefix := vars(module).get(_PREFIX))}
+    for parent, name, child in wrapped:
         parent._modules[name] = child.base_layer  # type: ignore[assignment]
+    for module in prefixes:
+        setattr(module, _PREFIX, "")
     try:
         yield
     finally:
-        for parent, name, child in hidden:
+        for module, prefix in prefixes.items():
+            setattr(module, _PREFIX, prefix)
+        for parent, name, child in wrapped:
             parent._modules[name] = child
 
 
@@ -53,9 +60,7 @@ def renames_of(model: Any) -> Any:
     return mapper
 
 
-def _hides(module: nn.Module) -> bool:
+def _is_wrapper(module: nn.Module) -> bool:
     layers = sys.modules.get("vllm.lora.layers")  # imported where a model has wrappers
     wrapper = getattr(layers, "BaseLayerWithLoRA", None)
-    if wrapper is None or not isinstance(module, wrapper):
-        return False
-    return not hasattr(type(module), "load_weights") and isinstance(getattr(module, "base_layer", None), nn.Module)
+    return wrapper is not None and isinstance(module, wrapper) and isinstance(module.base_layer, nn.Module)

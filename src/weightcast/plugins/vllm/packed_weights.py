@@ -148,7 +148,7 @@ class UnpackedModel:
         """
         modules = dict(self._model.named_modules())
         for name in self._as_found:
-            backend = getattr(getattr(modules[name].quant_method, "unquantized_backend", None), "name", "unknown")
+            backend = _backend(_below_lora(modules[name].quant_method))
             if backend not in _KEEP_LAYOUT:
                 raise ConfigError(
                     f"with --load-format dummy the layout of experts in {name} (backend {backend}) cannot be checked",
@@ -245,6 +245,7 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     on_cpu = device.type == "cpu"
+    method = _below_lora(method)
     why = why_refused(method, layer)
     if is_quantised(method) and not why:
         return "quantised"
@@ -260,7 +261,7 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
         if hasattr(layer, "cpu_linear"):
             return "linear"
     if type(method) is UnquantizedFusedMoEMethod:
-        if on_cpu:
+        if on_cpu and _backend(method) not in _KEEP_LAYOUT:
             return "experts"
         if all(dict(layer.named_parameters())[key].shape == meta.shape for key, meta in _recorded(layer).items()):
             return "experts in place"
@@ -269,6 +270,18 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
         hint="use a model in bfloat16, in fp8 (blocks, tensors, channels or online), or in NVFP4 or MXFP8 for Marlin, "
         "or vLLM's own weight transfer",
     )
+
+
+def _below_lora(method: Any) -> Any:
+    """The method of unquantised experts below the one that vLLM's LoRA wrapper gives them; other methods unchanged."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    below = getattr(method, "old_quant_method", None)
+    return below if type(below) is UnquantizedFusedMoEMethod else method
+
+
+def _backend(method: Any) -> str:
+    return getattr(getattr(method, "unquantized_backend", None), "name", "unknown")
 
 
 def _digests(layer: nn.Module) -> dict[str, str]:
