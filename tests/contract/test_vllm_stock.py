@@ -29,11 +29,16 @@ PLAYED = ("0.33.0", *(pytest.param(version, marks=pytest.mark.engine_full) for v
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The rig's output, and vLLM's version."""
     version: str = request.param
+    return version, rig_output("vllm_rig.py", version, tmp_path_factory.mktemp("stand-ins"))
+
+
+def rig_output(name: str, version: str, stand_ins: Path) -> dict[str, Any]:
+    """Runs a rig of this folder with a version of vLLM; returns the document that it prints."""
     python = engine_python("vllm-0.32.0-cpu")
     path = [] if version == "0.32.0" else [str(engine_sources("vllm", version))]
     if version in OLD:  # it imports ray and does not use it here
-        path.append(str(tmp_path_factory.mktemp("stand-ins")))
-        (Path(path[-1]) / "ray.py").write_text("")
+        path.append(str(stand_ins))
+        (stand_ins / "ray.py").write_text("")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*path, str(ROOT / "src"), str(QUICK)]),
         "VLLM_TARGET_DEVICE": "cpu",
@@ -41,11 +46,11 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "OMP_NUM_THREADS": "1",
     }
-    rig = Path(__file__).with_name("vllm_rig.py")
+    rig = Path(__file__).with_name(name)
     done = subprocess.run([python, rig], capture_output=True, text=True, env=environment, check=False, timeout=500)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RIG ")]
     assert lines, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return version, json.loads(lines[-1][4:])
+    return json.loads(lines[-1][4:])
 
 
 def of(said: tuple[str, dict[str, Any]], case: str) -> dict[str, Any]:

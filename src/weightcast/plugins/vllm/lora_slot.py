@@ -10,52 +10,15 @@ tensor belongs on this rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weightcast.errors import EngineFailure, Refused
+from weightcast.plugins.vllm.lora_places import ExpertPlace, Place, check_complete, place_of
 from weightcast.plugins.vllm.lora_wrappers import renames_of
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor of an adapter belongs.
-
-    Attributes:
-        number: Which of the fused projections of the layer it belongs to.
-        is_a: True for A, False for B.
-    """
-
-    layer: Any  # vLLM is not installed where types are checked
-    path: str
-    number: int
-    is_a: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}.lora_{'a' if self.is_a else 'b'}.{self.number}"
-
-    def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a whole tensor that this rank keeps, as a view."""
-        layer = self.layer
-        if layer.tp_size < 2:
-            return tensor
-        cut = layer.slice_lora_a if self.is_a else layer.slice_lora_b
-        if layer.n_slices < 2:
-            return cut(tensor)
-        parts: list[torch.Tensor | None] = [None] * layer.n_slices
-        parts[self.number] = tensor
-        return cut(parts)[self.number]
-
-    def memory(self, slot: int, spec: TensorSpec) -> torch.Tensor:
-        """The part of the slot where the tensor's part belongs, and what is left of the slot's row stays zero."""
-        rows, columns = self.part(torch.empty(spec.shape, device="meta")).shape
-        stacked = self.layer.lora_a_stacked if self.is_a else self.layer.lora_b_stacked
-        return stacked[self.number][slot, 0, :rows, :columns]
 
 
 class LoraSlot:
@@ -81,11 +44,13 @@ class LoraSlot:
         self._index = _free_slot(manager, others=others)
         for layer in manager.modules.values():
             layer.reset_lora(self._index)
-        self.residents = {
-            place.name: place.memory(self._index, spec)
-            for spec in request.specs
-            if (place := self._places.get(spec.name)) is not None
-        }
+        self._experts = {place.path: place.layer for place in self._places.values() if isinstance(place, ExpertPlace)}
+        for layer in self._experts.values():
+            layer.adapter_enabled[self._index] = 1
+        self.residents: dict[str, torch.Tensor] = {}
+        for spec in request.specs:
+            if spec.name in self._places:
+                self.residents |= self._places[spec.name].memory(self._index, spec)
         self.keep()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -93,7 +58,7 @@ class LoraSlot:
         for name, tensor in weights:
             place = self._places.get(name)
             if place is not None:
-                self.residents[place.name].copy_(place.part(tensor))
+                place.write(tensor, self.residents)
 
     def keep(self) -> None:
         """Tells vLLM that the adapter is loaded and in its slot; also after vLLM has forgotten all adapters."""
@@ -125,6 +90,10 @@ class LoraSlot:
             key = memory.untyped_storage().data_ptr()
             kept[key] = kept.get(key, 0) + int(torch.count_nonzero(memory))
         for path, layer in self._manager.modules.items():
+            if hasattr(layer, "adapter_enabled") and bool(layer.adapter_enabled[self._index]) != (
+                path in self._experts
+            ):
+                raise EngineFailure(f"vLLM has changed whether the adapter's slot counts in {path}")
             for stacked in _stacks(layer):
                 if int(torch.count_nonzero(stacked[self._index])) != kept.get(stacked.untyped_storage().data_ptr(), 0):
                     raise EngineFailure(f"the adapter's slot has values in {path} that no update sent")
@@ -166,9 +135,7 @@ def _check_config(request: AdapterRequest, lora_config: Any) -> int:
     return int(helper.r)
 
 
-def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, _Place]:
-    from vllm.lora.layers import BaseLayerWithLoRA
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, Place]:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = renames_of(model)
@@ -177,51 +144,57 @@ def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, 
         for path, children in manager.packed_modules.items()
         for number, child in enumerate(children)
     }
-    found: dict[str, _Place] = {}
+    found: dict[str, Place] = {}
+    names: dict[str, str] = {}
+    of_experts: dict[str, set[str]] = {}
     for spec in specs:
         try:
             child, is_a = parse_fine_tuned_lora_name(spec.name, mapper)
         except ValueError as error:
             raise Refused(f"vLLM has no place for {spec.name}: {error}") from error
-        path, number = fused.get(child, (child, 0))
-        layer: BaseLayerWithLoRA | None = manager.modules.get(path)
-        if layer is None:
+        place = place_of(manager, fused, child, is_a=is_a)
+        if place is None:
             continue
-        parts = len(manager.packed_modules.get(path, (child,)))
-        if not isinstance(layer, BaseLinearLayerWithLoRA) or layer.n_slices != parts:
-            raise Refused(
-                f"{spec.name}: adapters of vLLM's {type(layer).__name__} cannot be sent by themselves",
-                hint="adapt linear layers only, or send the merged weights",
-            )
-        place = _Place(layer, path, number, is_a)
-        other = next((name for name, taken in found.items() if taken.name == place.name), None)
-        if other is not None:
+        other = names.setdefault(place.name, spec.name)
+        if other != spec.name:
             raise Refused(f"{spec.name} and {other} have one place in vLLM, {place.name}")
         found[spec.name] = place
+        if isinstance(place, ExpertPlace):
+            of_experts.setdefault(place.path, set()).add(child)
+    check_complete(manager, of_experts)
     return found
 
 
-def _check_shapes(request: AdapterRequest, places: dict[str, _Place]) -> None:
+def _check_shapes(request: AdapterRequest, places: dict[str, Place]) -> None:
     """Checks the tensors against the layers that they adapt, and that each A has its B."""
     shapes = {spec.name: spec.shape for spec in request.specs}
+    ranks: dict[tuple[str, int, str], int] = {}
     for name, place in places.items():
         other = name.replace(".lora_A.", ".lora_B.") if place.is_a else name.replace(".lora_B.", ".lora_A.")
         if other not in shapes:
             raise Refused(f"{name} has no {other}")
-        rank = shapes[name][0 if place.is_a else -1]
-        inputs, outputs = _sizes(place)
-        want = (rank, inputs) if place.is_a else (outputs, rank)
-        if shapes[name] != want or shapes[other][-1 if place.is_a else 0] != rank:
+        rows = shapes[name][0 if place.is_a else -1]
+        inputs, outputs = place.sizes()
+        want = (rows, inputs) if place.is_a else (outputs, rows)
+        if shapes[name] != want or shapes[other][-1 if place.is_a else 0] != rows or rows % place.blocks:
             raise Refused(
                 f"{name} has shape {list(shapes[name])}, and {place.path} has {inputs} inputs and {outputs} outputs",
                 hint="is it an adapter of the model that this engine serves?",
             )
-        most = int(place.layer.lora_a_stacked[place.number].shape[2])
-        if rank > most:
+        rank = rows // place.blocks
+        if rank > place.most_rank:
             raise Refused(
-                f"{name} has rank {rank}, and vLLM was started for ranks up to {most}",
+                f"{name} has rank {rank}, and vLLM was started for ranks up to {place.most_rank}",
                 hint=f"start vLLM with --max-lora-rank {rank} or more",
             )
+        if isinstance(place, ExpertPlace):
+            known = ranks.setdefault((place.path, place.number, place.stack), rank)
+            if known != rank:
+                raise Refused(
+                    f"{name} has rank {rank}, and another expert of {place.path} has rank {known}: vLLM keeps one "
+                    "rank for each projection",
+                    hint="train all experts with one rank",
+                )
 
 
 def _stacks(layer: Any) -> Iterator[torch.Tensor]:
@@ -233,19 +206,6 @@ def _stacks(layer: Any) -> Iterator[torch.Tensor]:
     for part in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b") if experts else ("lora_a", "lora_b"):
         found = getattr(layer, f"{part}_stacked")
         yield from (found,) if isinstance(found, torch.Tensor) else found
-
-
-def _sizes(place: _Place) -> tuple[int, int]:
-    """Inputs and outputs of the projection that a tensor adapts, of all ranks together."""
-    from vllm.model_executor.layers.linear import QKVParallelLinear
-
-    base = place.layer.base_layer
-    if isinstance(base, QKVParallelLinear) and place.layer.n_slices > 1:
-        heads = base.total_num_heads if place.number == 0 else base.total_num_kv_heads
-        width = base.v_head_size if place.number == 2 and hasattr(base, "v_head_size") else base.head_size
-        return int(base.input_size), int(heads * width)
-    outputs = base.output_sizes[place.number] if place.layer.n_slices > 1 else base.output_size
-    return int(base.input_size), int(outputs)
 
 
 def _free_slot(manager: Any, *, others: bool) -> int:
