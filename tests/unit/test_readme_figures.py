@@ -86,7 +86,7 @@ def pairs(name: str, case: str, column: str) -> dict[str, float]:
 
 
 REAL = {
-    "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("gpu-vllm-8b-h200", "8b", "direct, idle, in_place"),
+    "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("gpu-vllm-8b-sender-h200", "8b", "direct, idle, in_place"),
     "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm(
         "gpu-vllm-experts-h200", "moe", "direct, idle, in_place"
     ),
