@@ -271,6 +271,17 @@ def test_a_group_that_an_engine_did_not_leave_is_noted_in_the_next_report(two, l
         assert updater.update(version=last).ok
 
 
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_nothing_is_said_of_the_memory_of_an_engine_that_has_ended(two, fresh, transport, caplog):
+    ended = fresh("--local")
+    options = {**SMALL, "transport": transport}
+    with WeightUpdater.connect(trainer_of(version := next_version()), [ended.url, two[0].url], **options) as updater:
+        assert updater.update(version=version).ok
+        ended.close()
+        caplog.clear()
+    assert not caplog.messages
+
+
 def test_all_engines_that_are_gone_are_named_at_once(two, fresh):
     dead = [fresh("--local"), fresh("--local")]
     urls = [two[0].url, *(engine.url for engine in dead)]

@@ -227,10 +227,15 @@ class Link:
         return self._awaited.get(bucket - 1) if answered_at is None else answered_at
 
     async def leave(self, group: str | None) -> None:
-        """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
+        """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.
+
+        A failure becomes a note, unless nothing listens there any more: an engine that has ended keeps no memory.
+        """
         try:
             await self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
+            if error.__cause__ and isinstance(error.__cause__.__cause__, ConnectionRefusedError):
+                return
             what = f"leave the group {group}" if group is not None else "unmap the trainer's buffers"
             self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
 
