@@ -580,6 +580,7 @@ class TestMore:
             assert status() == 401
             assert status(Authorization="Bearer wrong") == 401
             assert status(Authorization="Bearer admin") == 200
+            assert engine.get("/server_info")["admin_api_key"] == "admin"  # docs/security.md warns of it
 
     @pytest.mark.parametrize(
         ("options", "words"),

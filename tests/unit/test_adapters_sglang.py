@@ -248,6 +248,13 @@ class TestRecognising:
         assert info.transports == ()
         assert "--weight-cache-mode" in info.message
 
+    def test_two_different_keys_are_refused(self) -> None:
+        info = recognised({"api_key": "one", "admin_api_key": "other"})
+        assert info.transports == ()
+        assert "--admin-api-key" in info.message
+        for keys in ({"api_key": "one"}, {"admin_api_key": "one"}, {"api_key": "one", "admin_api_key": "one"}):
+            assert recognised(keys).transports
+
     def test_quantisation_at_load_time_is_refused(self) -> None:
         quantised = recognised({"quantization": "fp8"})
         assert (quantised.transports, "quantised already" in quantised.message) == ((), True)

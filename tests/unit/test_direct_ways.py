@@ -79,6 +79,7 @@ def test_the_first_way_that_reaches_every_engine_is_taken(place: Placement, way:
         (placement(["cpu"], engine("GPU-1"), primitive="mixed"), "needs trainer and engines on the same type"),
         (placement(["cpu"], engine("GPU-1"), primitive="messages"), "needs trainer and engines on the same type"),
         (placement(["cpu"], engine("cpu", transports=("ipc",))), "takes no update by direct, only by ipc"),
+        (placement(["cpu"], engine("cpu", transports=())), "takes no update as it was started"),
     ],
 )
 def test_a_way_that_does_not_reach_an_engine_is_refused_by_name(place: Placement, words: str) -> None:

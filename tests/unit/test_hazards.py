@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from weightcast.plugins.vllm.hazards import hazards_of
 from weightcast.plugins.vllm.stores import check_stores, store_outside
 from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.transports.preflight import warn_hazards
-from weightcast.update.diagnose import hazards
+from weightcast.update.diagnose import _staging, hazards
 from weightcast.wire.codec import decode_info, encode
 from weightcast.wire.engine_info import EngineInfo
 
@@ -43,6 +45,14 @@ def info(**changes: Any) -> EngineInfo:
         "specs": (),
     }
     return EngineInfo(**(settings | changes))
+
+
+@pytest.mark.parametrize("kind", ["sglang", "lmdeploy", "vllm"])
+def test_the_hint_for_an_engine_without_our_receiver_names_the_page_of_its_own(kind):
+    hint = _staging(info(staging="none", kind=kind)).hint or ""
+    [page] = re.findall(r"docs/engines/\S+\.md", hint)
+    assert kind in page
+    assert Path(page).exists()
 
 
 def test_a_plain_server_has_none():

@@ -191,8 +191,10 @@ def choose_transport(asked: SpecName, placement: Placement, *, without: Collecti
     spec = _choose_primitive(spec, placement)
     for url, info in placement.infos.items():
         if spec.name not in info.transports:
+            ways = ", ".join(info.transports)
             raise ConfigError(
-                f"{url} ({info.engine}) takes no update by {spec.name}, only by {', '.join(info.transports) or 'none'}",
+                f"{url} ({info.engine}) takes no update "
+                + (f"by {spec.name}, only by {ways}" if ways else "as it was started"),
                 hint=info.message
                 or "docs/engines/matrix.md lists the transports of each engine; choose one with --via",
             )

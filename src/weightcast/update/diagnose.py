@@ -227,10 +227,11 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
 
 def _staging(info: EngineInfo) -> Check:
     if info.staging == "none" and not _has_receiver(info):
+        page = {"sglang": "sglang-receiver", "lmdeploy": "lmdeploy-receiver"}.get(info.kind, "vllm")
         return _warn(
             "staging",
             "none, and no proof of the weights it keeps: an update that fails half way quarantines it",
-            hint='install the plug-in for vLLM (docs/engines/vllm.md), or prove with verify="behaviour"',
+            hint=f'run it with our receiver (docs/engines/{page}.md), or prove with verify="behaviour"',
         )
     if info.staging == "none":
         return _warn(

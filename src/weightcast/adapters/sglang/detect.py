@@ -156,8 +156,15 @@ def _release(version: str) -> tuple[int, ...]:
 
 def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
     messages: list[str] = []
+    keys = {key for name in ("api_key", "admin_api_key") if (key := server.get(name))}
+    if len(keys) > 1:
+        messages.append(
+            "its --api-key and --admin-api-key differ, and it takes only the first for one part of its routes and only "
+            "the second for the other: give both the same value, or set one of them"
+        )
+        return (), messages
     if int(server.get("dp_size") or 1) > 1:
-        messages.append("dp_size must be 1 (one server for each replica; --enable-dp-attention is fine)")
+        messages.append("dp_size must be 1 (one server for each replica)")
     if int(server.get("pp_size") or 1) > 1:
         messages.append("pp_size must be 1: pipeline stages would take the same ranks of a group")
     if _has_own_draft(server) and _release(str(server.get("version") or "")) < _SELECTS_MODELS:

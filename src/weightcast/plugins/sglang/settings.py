@@ -27,7 +27,11 @@ _REFUSED: tuple[RefusedSetting, ...] = (
     # It changes weights without SGLang's HTTP routes, which our plug-in closes.
     (is_on("grpc_port"), "a gRPC server beside HTTP (--grpc-port)", "use the HTTP server alone"),
     (is_on("enable_pdmux"), "prefill and decode side by side (--enable-pdmux)", "start SGLang without it"),
-    (is_on("disaggregation_mode", "null"), "prefill and decode on servers of their own", "start SGLang without it"),
+    (
+        is_on("disaggregation_mode", "null"),
+        "prefill and decode on servers of their own (--disaggregation-mode)",
+        "start SGLang without it",
+    ),
     (is_on("quantization"), "quantised weights (--quantization)", "serve the model unquantised"),
     (is_on("torchao_config"), "quantised weights (--torchao-config)", "serve the model unquantised"),
     (is_on("modelopt_quant"), "quantised weights (--modelopt-quant)", "serve the model unquantised"),
