@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "SGLang's gRPC server (--smg-grpc-mode)": ("--smg-grpc-mode",),
     "a gRPC server beside HTTP": ("--grpc-port=30001",),
     "prefill and decode side by side": ("--enable-pdmux",),
-    "prefill and decode on servers of their own": ("--disaggregation-mode=prefill",),
+    "prefill and decode on servers of their own (--disaggregation-mode)": ("--disaggregation-mode=prefill",),
     "a draft model": ("--speculative-algorithm=EAGLE",),
     "LoRA adapters": ("--enable-lora",),
     "quantised weights (--quantization)": ("--quantization=fp8",),
@@ -44,7 +44,19 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "NVIDIA's megakernel": ("--enable-nvidia-megakernel",),
     "a weight cache that processes share": ("--weight-cache-mode=daemon",),
     "a KV cache on the host": ("--enable-hierarchical-cache",),
-    "an external KV cache": ("--enable-lmcache",),
+    "an external KV cache (--enable-lmcache)": ("--enable-lmcache",),
+    "an external KV cache (--enable-flexkv)": ("--enable-flexkv",),
+    "an external KV cache (--enable-unified-cache-external-linker)": ("--enable-unified-cache-external-linker",),
+    "a prefix cache of another make": ("--radix-cache-backend=other",),
+    "a sparse KV cache on the host": ("--enable-hisparse",),
+    "sessions that keep their KV cache": ("--enable-streaming-session",),
+    "a start that waits for checkpoint-engine": ("--checkpoint-engine-wait-weights-before-ready",),
+    "weights that load while graphs are captured": ("--startup-weight-load-mode=overlap",),
+    "context parallelism (--attn-cp-size)": ("--attn-cp-size=2", "--tp-size=2"),
+    "context parallelism (--dcp-size)": ("--dcp-size=2", "--tp-size=2"),
+    "data parallelism of experts": ("--moe-dp-size=2", "--attn-cp-size=2", "--tp-size=2"),
+    "experts whose weights are fetched": ("--dwdp-size=2", "--tp-size=2"),
+    "an HTTP/2 server": ("--enable-http2",),
     "weights on the host (--cpu-offload-gb)": ("--cpu-offload-gb=1",),
     "weights on the host (--offload-group-size)": ("--offload-group-size=4",),
     "embeddings on the host": ("--ple-offload-embedding",),
@@ -52,7 +64,13 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }
 # Options that a version does not have.
 LACKING = {
-    "0.5.17": ("experts that are paged in", "NVIDIA's megakernel", "embeddings on the host"),
+    "0.5.17": (
+        "experts that are paged in",
+        "NVIDIA's megakernel",
+        "an external KV cache (--enable-unified-cache-external-linker)",
+        "weights that load while graphs are captured",
+        "embeddings on the host",
+    ),
     "0.5.23": ("quantised weights (--torchao-config)",),
 }
 # Ended at a real start by SGLang itself, before it comes to ours: it lacks a package here, or this model is not for it.
@@ -63,6 +81,7 @@ ENDED_BY_SGLANG = {
     "quantised weights (--quantize-and-serve)": "quantize_and_serve functionality is currently disabled",
     "NVIDIA's megakernel": "plugin is not installed",
     "diffusion language models": "Unknown diffusion LLM",
+    "an HTTP/2 server": "sglang[http2]",
 }
 # Settings that SGLang makes of others, or reads from its environment.
 OTHERS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {

@@ -229,8 +229,17 @@ class TestRecognising:
         assert set(recognised({"version": version}).no_pause) == {"in_place"}
         assert recognised({"version": version} | BARE).no_pause == {}
 
-    @pytest.mark.parametrize("name", ["hicache_storage_backend", "enable_lmcache", "enable_mm_global_cache"])
-    def test_cache_outside_of_the_server_is_refused(self, name: str) -> None:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "hicache_storage_backend",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_mm_global_cache",
+            "enable_streaming_session",
+        ],
+    )
+    def test_cache_that_no_flush_reaches_is_refused(self, name: str) -> None:
         info = recognised({name: "file"})
         assert info.transports == ()
         assert f"--{name.replace('_', '-')}" in info.message

@@ -29,10 +29,12 @@ _FLUSHES_WITH_REQUESTS_WAITING = (0, 5, 21)
 # From this version on a request says which of the models it is for: the model or its draft.
 _SELECTS_MODELS = (0, 5, 23)
 _WITHOUT_DRAFT = frozenset({"NGRAM"})
-# Each of these keeps cache of the old weights outside of the server, where no flush reaches it.
+# Each of these keeps cache of the old weights where no flush of the prefix cache was shown to reach it.
 _OUTSIDE = {
     "hicache_storage_backend": "--hicache-storage-backend",
     "enable_lmcache": "--enable-lmcache",
+    "enable_flexkv": "--enable-flexkv",
+    "enable_streaming_session": "--enable-streaming-session",
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "enable_mm_global_cache": "--enable-mm-global-cache",
 }

@@ -54,6 +54,36 @@ _REFUSED: tuple[RefusedSetting, ...] = (
     (is_on("enable_nvidia_megakernel"), "NVIDIA's megakernel (--enable-nvidia-megakernel)", "start SGLang without it"),
     (is_on("enable_hierarchical_cache"), "a KV cache on the host (--enable-hierarchical-cache)", "start without it"),
     (is_on("enable_lmcache"), "an external KV cache (--enable-lmcache)", "start SGLang without it"),
+    (is_on("enable_flexkv"), "an external KV cache (--enable-flexkv)", "start SGLang without it"),
+    (
+        is_on("enable_unified_cache_external_linker"),
+        "an external KV cache (--enable-unified-cache-external-linker)",
+        "start SGLang without it",
+    ),
+    (is_on("radix_cache_backend"), "a prefix cache of another make (--radix-cache-backend)", "start SGLang without it"),
+    (is_on("enable_hisparse"), "a sparse KV cache on the host (--enable-hisparse)", "start SGLang without it"),
+    # Such a session's next request goes on with the KV cache that its last one left, whatever its extra key.
+    (
+        is_on("enable_streaming_session"),
+        "sessions that keep their KV cache (--enable-streaming-session)",
+        "leave it out",
+    ),
+    # Only SGLang's own update routes, which our plug-in closes, would end the wait.
+    (
+        is_on("checkpoint_engine_wait_weights_before_ready"),
+        "a start that waits for checkpoint-engine (--checkpoint-engine-wait-weights-before-ready)",
+        "start SGLang without it",
+    ),
+    (
+        is_on("startup_weight_load_mode", "serial"),
+        "weights that load while graphs are captured (--startup-weight-load-mode)",
+        "start SGLang without it",
+    ),
+    (is_on("attn_cp_size", 1), "context parallelism (--attn-cp-size)", "start SGLang without it"),
+    (is_on("dcp_size", 1), "context parallelism (--dcp-size)", "start SGLang without it"),
+    (is_on("moe_dp_size", 1), "data parallelism of experts (--moe-dp-size)", "start SGLang without it"),
+    (is_on("dwdp_size", 1), "experts whose weights are fetched (--dwdp-size)", "start SGLang without it"),
+    (is_on("enable_http2"), "an HTTP/2 server (--enable-http2)", "start SGLang without it"),
     (is_on("weight_cache_mode", "off"), "a weight cache that processes share (--weight-cache-mode)", "turn it off"),
     (is_on("cpu_offload_gb", 0), "weights on the host (--cpu-offload-gb)", "start SGLang without it"),
     (is_on("offload_group_size", -1), "weights on the host (--offload-group-size)", "start SGLang without it"),
