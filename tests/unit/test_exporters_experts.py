@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.clock import AMPLE_S
 from tests.unit.exports import ALONE, CPU, export
 from tests.unit.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
@@ -82,7 +83,7 @@ def group_of(receivers: tuple[int, ...]) -> TrainerGroup:
     if _groups and _groups[0]._failure is not None:
         _groups.clear()
     if not _groups:
-        _groups.append(TrainerGroup.connect(CPU, timeout_s=15))
+        _groups.append(TrainerGroup.connect(CPU, timeout_s=AMPLE_S))
     _groups[0].receivers = receivers
     return _groups[0]
 
@@ -190,7 +191,7 @@ def test_six_ranks_give_the_bytes_of_the_unsharded_model(jobs, case):
 @pytest.mark.wide
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", range(1, 9))
-@settings(max_examples=60, deadline=None, database=None, phases=ONCE)
+@settings(max_examples=30, deadline=None, database=None, phases=ONCE)
 @given(data=st.data())
 def test_any_number_of_ranks_gives_the_bytes_of_the_unsharded_model(jobs, world_size, data):
     case = data.draw(cases({world_size}))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.clock import AMPLE_S
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export, raw
 from tests.unit.ranks import Ranks
@@ -264,7 +265,7 @@ def export_case(case: dict) -> list[str]:
     if _groups and _groups[0]._failure is not None:
         _groups.clear()
     if not _groups:
-        _groups.append(TrainerGroup.connect(CPU, timeout_s=15))
+        _groups.append(TrainerGroup.connect(CPU, timeout_s=AMPLE_S))
     group = _groups[0]
     group.receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
     torch.manual_seed(case["seed"])
@@ -350,7 +351,7 @@ def test_sharded_experts_have_the_same_scales_as_whole_ones(four, form, experts_
 
 @pytest.mark.wide
 @pytest.mark.timeout(1200)
-@settings(max_examples=400, deadline=None, database=None, phases=ONCE)
+@settings(max_examples=120, deadline=None, database=None, phases=ONCE)
 @given(case=cases([(4,), (2, 2), (1, 4), (4, 1)]))
 def test_many_shards_that_cut_through_blocks_change_nothing(four, case):
     assert four.run(export_case, case) == [[]] * 4
