@@ -160,7 +160,8 @@ def join(
         segment = _share_memory(store, rank=rank, size=size)
         if segment is not None:
             return SharedMemoryReduce(segment, rank=rank, size=size, timeout_s=timeout_s)
-        return GroupReduce(_gloo(store, rank=rank, size=size, timeout_s=timeout_s))
+        gloo = _dist.PrefixStore("gloo", store)
+        return GroupReduce(_dist.ProcessGroupGloo(gloo, rank, size, timedelta(seconds=timeout_s)))
     except RuntimeError as error:
         raise EngineFailure(
             f"engine rank {rank}: the rendezvous with the other {size - 1} ranks failed: {error}", ranks=[rank]
@@ -173,10 +174,6 @@ def _nccl(store: Any, *, rank: int, size: int) -> Any:
     # instead, and `interrupt` frees the others.
     options._timeout = timedelta(days=1)
     return _dist.ProcessGroupNCCL(_dist.PrefixStore("nccl", store), rank, size, options)
-
-
-def _gloo(store: Any, *, rank: int, size: int, timeout_s: float) -> Any:
-    return _dist.ProcessGroupGloo(_dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
 
 
 def _share_memory(store: Any, *, rank: int, size: int) -> mmap.mmap | None:

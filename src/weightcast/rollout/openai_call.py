@@ -101,17 +101,15 @@ class Call:
         """The response, whole or as a stream."""
         if self._body.stream:
             return StreamingResponse(self._events(shape), media_type="text/event-stream")
+        work = asyncio.gather(*map(self._choice, range(len(self._generations))))
         try:
-            choices = await _unless_gone(request, self._choices())
+            choices = await _unless_gone(request, work)
         finally:
             self._abort()
         if choices is None:
             return Response(status_code=499)  # the client has disconnected
         body = shape.whole(self.id, choices, usage(self.prompt_tokens, [choice.answer for choice in choices]))
         return json_response(body)
-
-    async def _choices(self) -> list[Piece]:
-        return list(await asyncio.gather(*map(self._choice, range(len(self._generations)))))
 
     async def _choice(self, index: int) -> Piece:
         generation, text = self._generations[index], self._engine.text

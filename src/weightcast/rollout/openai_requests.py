@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, cast
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator, model_validator
 
@@ -142,23 +143,12 @@ class Sampled(BaseModel):
             raise ValueError("stream_options needs stream: true")
         return self
 
-    @field_validator(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "ignore_eos",
-        "stream",
-        "return_token_ids",
-        mode="before",
-    )
+    @field_validator("*", mode="before")
     @classmethod
     def _null_is_default(cls, value: object, info: Any) -> object:
-        return cls.model_fields[info.field_name].default if value is None else value
+        field = cls.model_fields[info.field_name]
+        takes_null = field.is_required() or NoneType in get_args(field.annotation)
+        return value if value is not None or takes_null else field.default
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -121,19 +121,16 @@ class Metrics(Collector):
             "paused": ("1 while the engine is paused or asleep", int(stats.state in ("paused", "asleep"))),
             "healthy": ("0 once the engine has failed", int(stats.state != "failed")),
         }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"weightcast_{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
         counters = {
             "steps": ("Prefill and decode steps", stats.steps),
             "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
             "generated_tokens": ("Tokens generated", stats.generated_tokens),
         }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"weightcast_{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for kind, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in found.items():
+                metric = kind(f"weightcast_{name}", text, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric
         finished = CounterMetricFamily(
             "weightcast_requests", "Requests that ended", labels=["model_name", "finish_reason"]
         )

@@ -6,6 +6,7 @@ It has no thread: the scheduler's lock guards it, and the scheduler's loop settl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from weightcast.config import PauseMode
 from weightcast.errors import Refused
@@ -16,14 +17,14 @@ SLEEP = "sleep"
 UPDATE = "update"
 
 
+@dataclass(slots=True, eq=False)
 class Pause:
     """One holder's request to pause; ``refusal`` is None if the engine is paused once the loop has settled it."""
 
-    def __init__(self, mode: PauseMode, holder: str) -> None:
-        self.mode: PauseMode = mode
-        self.holder = holder
-        self.done = False
-        self.refusal: str | None = None
+    mode: PauseMode
+    holder: str
+    done: bool = False
+    refusal: str | None = None
 
 
 class Pauses:

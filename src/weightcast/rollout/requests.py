@@ -60,17 +60,6 @@ class GenerationRequest:
     top_logprobs: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The part of an answer that is new since its reader last looked; fields are as in ``Answer``."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    finish_reason: FinishReason | None
-    error: str | None
-
-
 @dataclass(slots=True)
 class Answer:
     """Tokens so far, with the weight version of each.
@@ -106,7 +95,7 @@ class Generation:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self._answer = Answer()
+        self.answer = Answer()  # so far; complete once `finish_reason` is set
         self._held: _Held | None = None
         self._changed = threading.Condition()
         self._read = 0
@@ -119,7 +108,7 @@ class Generation:
     def hold(self) -> None:
         """Keeps what comes from now on from the reader, until `let_go` or `drop`; a second call changes nothing."""
         with self._changed:
-            if self._held is None and self._answer.finish_reason is None:
+            if self._held is None and self.answer.finish_reason is None:
                 self._held = _Held()
 
     def let_go(self) -> None:
@@ -139,7 +128,7 @@ class Generation:
         with self._changed:
             held, self._held = self._held, None
             if held is not None and held.tokens:
-                self.finish("error", version=self._answer.version, error=error)
+                self.finish("error", version=self.answer.version, error=error)
                 return True
             if held is not None and held.finish is not None:
                 reason, version, words = held.finish
@@ -148,7 +137,7 @@ class Generation:
 
     def add(self, token: int, logprob: float, top: list[tuple[int, float]], *, version: int) -> None:
         """Appends one token."""
-        answer = self._answer
+        answer = self.answer
         with self._changed:
             if self._held is not None:
                 self._held.tokens.append((token, logprob, top, version))
@@ -169,24 +158,19 @@ class Generation:
     def finish(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
         """Completes the answer; calls after the first change nothing."""
         with self._changed:
-            if self._answer.finish_reason is not None:
+            if self.answer.finish_reason is not None:
                 return
             if self._held is not None:
                 self._held.finish = self._held.finish or (reason, version, error)
                 return
-            self._answer.finish_reason = reason
-            self._answer.error = error
-            if not self._answer.tokens:
-                self._answer.version = version
+            self.answer.finish_reason = reason
+            self.answer.error = error
+            if not self.answer.tokens:
+                self.answer.version = version
             self._changed.notify_all()
         self._notify()
 
     # -- the reader's side
-
-    @property
-    def answer(self) -> Answer:
-        """The answer so far; complete once `finish_reason` is set."""
-        return self._answer
 
     def result(self, timeout_s: float) -> Answer:
         """Waits in a thread until the answer is complete.
@@ -196,7 +180,7 @@ class Generation:
             EngineFailure: The answer ended with an error.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._answer.finish_reason is not None, timeout_s):
+            if not self._changed.wait_for(lambda: self.answer.finish_reason is not None, timeout_s):
                 raise DeadlineExceeded(
                     who=f"request {self.request.request_id}", waiting_for="its last token", timeout_s=timeout_s
                 )
@@ -207,14 +191,14 @@ class Generation:
         await self._wait(each_token=False)
         return self._complete()
 
-    async def progress(self) -> AsyncIterator[Progress]:
-        """Yields each new part of the answer; the last one has the finish reason."""
+    async def progress(self) -> AsyncIterator[Answer]:
+        """Yields each new part of the answer, without versions; the last one has the finish reason."""
         while True:
             await self._wait(each_token=True)
             with self._changed:
-                answer, start = self._answer, self._read
+                answer, start = self.answer, self._read
                 self._read = len(answer.tokens)
-                gained = Progress(
+                gained = Answer(
                     tokens=answer.tokens[start:],
                     logprobs=answer.logprobs[start:],
                     top=answer.top[start:],
@@ -226,9 +210,9 @@ class Generation:
                 return
 
     def _complete(self) -> Answer:
-        if self._answer.finish_reason == "error":
-            raise EngineFailure(self._answer.error or "the engine failed")
-        return self._answer
+        if self.answer.finish_reason == "error":
+            raise EngineFailure(self.answer.error or "the engine failed")
+        return self.answer
 
     def _notify(self) -> None:
         loop, wake = self._loop, self._wake
@@ -244,7 +228,7 @@ class Generation:
         while True:
             self._wake.clear()
             with self._changed:
-                gained = each_token and len(self._answer.tokens) > self._read
-                if gained or self._answer.finish_reason is not None:
+                gained = each_token and len(self.answer.tokens) > self._read
+                if gained or self.answer.finish_reason is not None:
                     return
             await self._wake.wait()

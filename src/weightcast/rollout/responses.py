@@ -16,6 +16,12 @@ from weightcast.rollout.openai_requests import refusal
 REFUSED: dict[str, Any] = {"description": "Refused; the body is an error in OpenAI's shape"}
 # OpenAI answers 400 where FastAPI would answer 422.
 REFUSALS: dict[int | str, dict[str, Any]] = {code: REFUSED for code in (400, 409, 413, 422, 503, 504)}
+_MEANINGS: dict[type[WeightcastError], tuple[int, str]] = {
+    ConfigError: (400, "invalid_request_error"),
+    Refused: (409, "conflict"),
+    DeadlineExceeded: (504, "timeout"),
+    EngineFailure: (503, "engine_error"),
+}
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
@@ -50,7 +56,8 @@ def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
 
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, WeightcastError)
-        status, kind = _meaning(error)
+        meanings = (meaning for kind, meaning in _MEANINGS.items() if isinstance(error, kind))
+        status, kind = next(meanings, (500, "internal_error"))
         return json_response(error_body(error_words(error), kind=kind), status)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
@@ -64,17 +71,3 @@ def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
 
 def _place(entry: dict[str, Any]) -> str:
     return ".".join(str(part) for part in entry["loc"] if part != "body")
-
-
-def _meaning(error: WeightcastError) -> tuple[int, str]:
-    match error:
-        case ConfigError():
-            return 400, "invalid_request_error"
-        case Refused():
-            return 409, "conflict"
-        case DeadlineExceeded():
-            return 504, "timeout"
-        case EngineFailure():
-            return 503, "engine_error"
-        case _:
-            return 500, "internal_error"

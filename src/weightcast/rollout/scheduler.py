@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 from weightcast.config import PauseMode
@@ -32,10 +33,6 @@ EngineState = Literal["serving", "paused", "asleep", "failed"]
 Answered = TypeVar("Answered", Chosen, Scores, Done)
 
 _HEARTBEAT_S = 1.0
-
-
-def _never(_: int) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +71,13 @@ class Scheduler:
         self._executor = executor
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
-        self._version = version
+        self.version = version
         self._changed = threading.Condition()
         self._batch = Batch(limits)
         self._aborted: set[str] = set()
         self._pauses = Pauses()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._unproven: Unproven | None = None
         self._closing = False
         self._moving = threading.Lock()  # held while weights move off the accelerator or back
@@ -90,7 +87,7 @@ class Scheduler:
 
     # -- requests
 
-    def submit(self, request: GenerationRequest, *, stops_text: Callable[[int], bool] = _never) -> Generation:
+    def submit(self, request: GenerationRequest, *, stops_text: Callable[[int], bool] = lambda _: False) -> Generation:
         """Queues a request; while the engine is paused the request waits.
 
         Args:
@@ -166,9 +163,7 @@ class Scheduler:
             self._check_alive()
             pause = self._pauses.ask(mode, holder)
             self._changed.notify_all()
-            in_time = self._changed.wait_for(
-                lambda: pause.done or self._failure is not None or self._closing, timeout_s
-            )
+            in_time = self._changed.wait_for(lambda: pause.done or self.failure is not None or self._closing, timeout_s)
             if not pause.done:
                 self._pauses.withdraw(pause)
                 self._changed.notify_all()
@@ -205,7 +200,7 @@ class Scheduler:
     def set_version(self, version: int) -> None:
         """Sets the version of tokens from now on.  Call it while the engine is paused."""
         with self._changed:
-            self._version = version
+            self.version = version
 
     # -- weights that are not proven yet
 
@@ -215,8 +210,8 @@ class Scheduler:
         Whatever they generate is kept from its reader until `proven` or `end_unproven`.
         """
         with self._changed:
-            self._unproven = Unproven(self._version, self._batch.generations())
-            self._version = version
+            self._unproven = Unproven(self.version, self._batch.generations())
+            self.version = version
             self._pauses.release(holder)
             self._changed.notify_all()
 
@@ -249,9 +244,9 @@ class Scheduler:
         unproven, self._unproven = self._unproven, None
         if unproven is None:
             return 0
-        self._version = unproven.version_before
+        self.version = unproven.version_before
         dropped = unproven.drop(why)
-        self._batch.end_these(dropped, version=self._version, error=why)
+        self._batch.end_these(dropped, version=self.version, error=why)
         return len(dropped)
 
     def sleep(
@@ -300,10 +295,6 @@ class Scheduler:
     # -- state
 
     @property
-    def version(self) -> int:
-        return self._version
-
-    @property
     def paused(self) -> bool:
         return self._pauses.held
 
@@ -311,16 +302,12 @@ class Scheduler:
     def asleep(self) -> bool:
         return self._pauses.held_by(SLEEP)
 
-    @property
-    def failure(self) -> str | None:
-        return self._failure
-
     def stats(self) -> Stats:
         """Counters and the present state."""
         with self._changed:
             return Stats(
                 state=self._state(),
-                version=self._version,
+                version=self.version,
                 running=len(self._batch.running),
                 waiting=len(self._batch.waiting),
                 steps=self._batch.steps,
@@ -341,7 +328,7 @@ class Scheduler:
             self._thread.join(timeout_s)
 
     def _state(self) -> EngineState:
-        if self._failure is not None:
+        if self.failure is not None:
             return "failed"
         if self._pauses.held_by(SLEEP):
             return "asleep"
@@ -350,8 +337,8 @@ class Scheduler:
     # -- checks
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineFailure(self._failure, hint="restart the engine")
+        if self.failure is not None:
+            raise EngineFailure(self.failure, hint="restart the engine")
         if self._closing:
             raise EngineFailure("the engine is shutting down")
 
@@ -373,12 +360,12 @@ class Scheduler:
         with self._changed:
             if self._closing:
                 self._drop_unproven("the engine was shut down before its new weights were proven")
-                self._batch.end_all("abort", version=self._version)
+                self._batch.end_all("abort", version=self.version)
                 self._end_jobs()
                 return False
-            self._batch.end_aborted(self._aborted, version=self._version)
+            self._batch.end_aborted(self._aborted, version=self.version)
             self._aborted.clear()
-            if self._pauses.settle(self._batch, version=self._version):
+            if self._pauses.settle(self._batch, version=self.version):
                 self._changed.notify_all()
             job = self._jobs.popleft() if self._jobs else None
             idle = self._pauses.held or not (self._batch.running or self._batch.waiting)
@@ -386,10 +373,9 @@ class Scheduler:
             admitted = [] if job or idle or self._pauses.pending else self._batch.admit()
             if job is None and (idle or not (admitted or self._batch.running)):
                 # An idle engine pings its ranks, to notice one that died.
-                if not self._changed.wait(_HEARTBEAT_S):
-                    job = self._ping
-                if job is None:
+                if self._changed.wait(_HEARTBEAT_S):
                     return True
+                job = partial(self._run, commands.Ping(), Done)
         if job is not None:
             job()
         else:
@@ -400,18 +386,18 @@ class Scheduler:
         """Prefills what was admitted, or else decodes one token for every running request."""
         with self._changed:
             command, sequences = self._batch.prefill(admitted) if admitted else self._batch.decode()
-        version = self._version  # the version that makes the tokens, not the one after the step
+        version = self.version  # the version that makes the tokens, not the one after the step
         chosen = self._run(command, Chosen)
         ended = self._batch.take(sequences, chosen, version=version)
         with self._changed:
-            self._batch.end(ended, version=self._version)
+            self._batch.end(ended, version=self.version)
 
     def _fail(self, why: str) -> None:
         log.error("the engine has failed: %s", why)
         with self._changed:
-            self._failure = why
+            self.failure = why
             self._drop_unproven(why)
-            self._batch.end_all("error", version=self._version, error=why)
+            self._batch.end_all("error", version=self.version, error=why)
             self._end_jobs()
             self._changed.notify_all()
 
@@ -423,9 +409,6 @@ class Scheduler:
 
     def _run(self, command: Command, kind: type[Answered]) -> Answered:
         return commands.decode_answer(self._executor.run(commands.encode(command)), kind)
-
-    def _ping(self) -> None:
-        self._run(commands.Ping(), Done)
 
     def _do(
         self, command: Command, kind: type[Answered], timeout_s: float, *, check: Callable[[], None] = lambda: None
@@ -447,7 +430,7 @@ class Scheduler:
                 future.set_result(self._run(command, kind))
             except Exception as error:
                 future.set_exception(error)
-                if self._failure is None and not self._closing:
+                if self.failure is None and not self._closing:
                     raise
 
         with self._changed:

@@ -36,9 +36,6 @@ class WorkerSettings:
     Attributes:
         dtype: torch's name of the dtype of weights and cache, e.g. ``"bfloat16"``.
         device: ``"cpu"``, ``"cuda"`` (rank r takes visible GPU r) or ``"cuda:N"`` (rank r takes GPU N + r).
-        max_len: Tokens of a sequence, prompt and answer together.
-        staging: Place where a new version waits for its commit.
-        threads: CPU threads of each rank; 0 divides the cores among the ranks.
         own_gpu: Each rank sees only its own GPUs, so every rank takes the first one (or GPU N).
         sum_timeout_s: Deadline of a sum over the ranks, in seconds; only a lost rank comes near it.
     """
@@ -61,7 +58,6 @@ class RolloutWorker:
         """Builds and loads this rank; returns when it can work.
 
         Args:
-            settings: Settings, the same on every rank.
             rendezvous: ``host:port`` of the TCP store for the ranks' rendezvous; unused for one rank.
 
         Raises:
