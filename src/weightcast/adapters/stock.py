@@ -9,10 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from weightcast.comm.ipc import host_id_of
 from weightcast.errors import ConfigError
-from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Join
+from weightcast.wire.messages import PROTOCOL, Join
 
 TAKES_IMAGES = (
     "it encodes images, and does not tell which of its tensors an update leaves as they are: an update must contain "
@@ -22,6 +23,21 @@ KEPT_TOWER = "the vision tower, if this server has one"
 _OF_VISION = re.compile(r"visual|vision|image|img|\bvit\b|\bvpm\b|siglip|clip|patch_embed|pixtral", re.IGNORECASE)
 
 _OF_QWEN2 = "model.layers.0.self_attn.q_proj.bias"
+
+
+def stock_info(url: str, devices: Sequence[str], **facts: Any) -> EngineInfo:
+    """Describes an engine by the device of each rank, and by the facts that it tells."""
+    return EngineInfo(
+        protocol=PROTOCOL,
+        state="serving",
+        digest=None,
+        tp_size=len(devices),
+        host_id=host_id_of(url)[:200],
+        ranks=tuple(RankInfo(rank=rank, pid=0, device=device) for rank, device in enumerate(devices)),
+        staging="none",
+        specs=(),
+        **facts,
+    )
 
 
 class StockAdapter:

@@ -96,7 +96,7 @@ class LmdeployAdapter(StockAdapter):
             return Ack(ok=True)
         self._got = "memory"
         self._mixed = True
-        memories = self._memory_of_ranks(shared)
+        memories = [self._memory_of(rank.rank, rank.device, shared) for rank in self._info.ranks]
         dtype = check_readable(layout, memories[0])
         places = (dtype, *((one.handle, one.offset_bytes, one.size_bytes, one.turn) for one in memories))
         handle = self._mapped != places
@@ -202,9 +202,6 @@ class LmdeployAdapter(StockAdapter):
                 "--logprobs-mode raw_logprobs"
             )
         return [value for value, _ in found]
-
-    def _memory_of_ranks(self, shared: Sequence[Shared]) -> list[TorchMemory]:
-        return [self._memory_of(rank.rank, rank.device, shared) for rank in self._info.ranks]
 
     def _memory_of(self, rank: int, device: str, shared: Sequence[Shared]) -> TorchMemory:
         offered = [item.ring[rank] for item in shared if rank < len(item.ring)]

@@ -12,14 +12,13 @@ from typing import Any, cast
 import msgspec
 
 from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
-from weightcast.comm.ipc import host_id_of
+from weightcast.adapters.stock import stock_info
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetRejected
 from weightcast.protocols import Adapter
-from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
-from weightcast.wire.messages import PROTOCOL
 
 NO_GROUP = "weightcast-no-such-group"
 _STATUS = "/update_weights_from_ipc"
@@ -89,7 +88,8 @@ def describe(
         messages.append("its prefix cache would keep results of old weights: start it without --enable-prefix-caching")
     if asleep:
         messages.append("it is asleep (POST /wakeup wakes it)")
-    if status is not None and _holds_empty_weights(status):
+    # Weights that sleep and yet are ready are on the GPU and were never loaded.
+    if status is not None and "weights" in (status.get("sleeping_tags") or ()) and status.get("ready") is True:
         received = _receiver_transports(status)
         transports = [name for name in transports if name in received]
         messages.append("it was started with --empty-init: its first weights must come by checkpoint-engine")
@@ -100,19 +100,13 @@ def describe(
             "without --disable-metrics"
         )
     version = "0.17 or later" if status is not None else "0.16 or earlier" if refusal != 404 else "without groups"
-    return EngineInfo(
-        protocol=PROTOCOL,
+    return stock_info(
+        url,
+        devices,
         engine=f"lmdeploy ({version})",
         model=shown(model)[:_MAX_LABEL],
-        state="serving",
         version=None,
-        digest=None,
-        tp_size=ranks,
-        host_id=host_id_of(url)[:_MAX_LABEL],
-        ranks=tuple(RankInfo(rank=rank, pid=0, device=device) for rank, device in enumerate(devices)),
-        staging="none",
         transports=tuple(transports),
-        specs=(),
         message="; ".join(messages),
         paused=asleep,
         kind="lmdeploy",
@@ -149,11 +143,6 @@ def _usable_transports(status: Answer, refusal: int) -> tuple[list[str], list[st
 def _receiver_transports(status: Answer) -> list[str]:
     """Transports that the server's own weight receiver can use, whose status this is."""
     return ["checkpoint-engine"] if status.get("checkpoint_engine_version") else []
-
-
-def _holds_empty_weights(status: Answer) -> bool:
-    """True if the weights sleep and yet are ready: they are on the GPU and were never loaded."""
-    return "weights" in (status.get("sleeping_tags") or ()) and status.get("ready") is True
 
 
 def _in_rank_order(status: Answer) -> list[str]:

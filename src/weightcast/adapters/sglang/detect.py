@@ -13,14 +13,12 @@ from typing import Any
 import msgspec
 
 from weightcast.adapters.sglang.adapter import KEEPS_DRAFT, SglangAdapter
-from weightcast.adapters.stock import TAKES_IMAGES
-from weightcast.comm.ipc import host_id_of
+from weightcast.adapters.stock import TAKES_IMAGES, stock_info
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
 from weightcast.errors import TargetRejected
 from weightcast.protocols import Adapter
-from weightcast.wire.engine_info import EngineInfo, RankInfo
-from weightcast.wire.messages import PROTOCOL
+from weightcast.wire.engine_info import EngineInfo
 
 # SGLang computes the scales of these formats when it starts; an update would leave the old scales.
 _ONLINE = frozenset({"fp8", "w8a8_int8", "w8a8_fp8", "mxfp4"})
@@ -69,19 +67,13 @@ def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> Engine
     device = "cpu" if server.get("device") == "cpu" else "cuda"
     transports, messages = _usable_transports(server)
     weight_version = str(model.get("weight_version") or server.get("weight_version") or "")
-    return EngineInfo(
-        protocol=PROTOCOL,
+    return stock_info(
+        url,
+        [device] * tp_size,
         engine=f"sglang {server.get('version', '?')}"[:200],
         model=str(model.get("served_model_name") or model.get("model_path") or "?")[:200],
-        state="serving",
         version=int(weight_version) if weight_version.isascii() and weight_version.isdigit() else None,
-        digest=None,
-        tp_size=tp_size,
-        host_id=host_id_of(url)[:200],
-        ranks=tuple(RankInfo(rank=rank, pid=0, device=device) for rank in range(tp_size)),
-        staging="none",
         transports=transports,
-        specs=(),
         message="; ".join(messages),
         paused=paused,
         kind="sglang",

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from weightcast.adapters.stock import stock_info
 from weightcast.adapters.vllm.adapter import VllmAdapter
 from weightcast.adapters.vllm.extension_adapter import ExtensionAdapter
 from weightcast.adapters.vllm.requests import decoded, if_there
 from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
-from weightcast.comm.ipc import host_id_of
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import WireError
 from weightcast.protocols import Adapter
-from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
-from weightcast.wire.messages import PROTOCOL
 
 Asked = Generator[EngineRequest, bytes, EngineInfo | None]
 
@@ -41,21 +40,14 @@ class VllmKind:
         paused = yield from _object("/is_paused")
         model = yield from _model()
         count = int(size.get("world_size", 1))
-        device = "cpu" if facts.on_cpu else "cuda"
-        return EngineInfo(
-            protocol=PROTOCOL,
+        return stock_info(
+            url,
+            ["cpu" if facts.on_cpu else "cuda"] * count,
             kind=self.name,
             engine=f"vllm {version}",
             model=model,
-            state="serving",
             version=_number((weights or {}).get("weight_version")),
-            digest=None,
-            tp_size=count,
-            host_id=host_id_of(url),
-            ranks=tuple(RankInfo(rank=rank, pid=0, device=device) for rank in range(count)),
-            staging="none",
             transports=facts.transports(),
-            specs=(),
             message=facts.advice(),
             paused=bool((paused or {}).get("is_paused")),
             dp_size=facts.dp_size,
@@ -77,22 +69,9 @@ class VllmKind:
         if self._extended or not isinstance(paths, dict) or not {"/v1/completions", "/tokenize"} <= paths.keys():
             return None
         model = yield from _model()
-        return EngineInfo(
-            protocol=PROTOCOL,
-            kind=self.name,
-            engine=f"vllm {version}",
-            model=model,
-            state="serving",
-            version=None,
-            digest=None,
-            tp_size=1,
-            host_id=host_id_of(url),
-            ranks=(RankInfo(rank=0, pid=0, device="cuda"),),
-            staging="none",
-            transports=(),
-            specs=(),
-            message=f"{DEV_MODE} and {CONFIG}; {OPEN_ROUTES}",
-        )
+        message = f"{DEV_MODE} and {CONFIG}; {OPEN_ROUTES}"
+        told = {"engine": f"vllm {version}", "model": model, "version": None, "message": message}
+        return stock_info(url, ["cuda"], kind=self.name, transports=(), **told)
 
 
 class VllmExtensionKind(VllmKind):
