@@ -71,13 +71,8 @@ class Fleet:
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._version: int | None = None
+        self.version: int | None = None  # committed last; None before the first
         self.retarget(urls)
-
-    @property
-    def version(self) -> int | None:
-        """The version committed last; None before the first."""
-        return self._version
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -140,7 +135,7 @@ class Fleet:
 
     def committed(self, url: str, *, version: int) -> None:
         """Records that the target acknowledged the version and passed the requested proof."""
-        self._version = version
+        self.version = version
         self._move(url, "committed", version=version, reason="")
 
     def kept(self, url: str) -> None:
@@ -177,7 +172,7 @@ class Fleet:
         )
 
     def _is_active(self, entry: _Entry) -> bool:
-        return entry.state == "serving" and entry.version is not None and entry.version == self._version
+        return entry.state == "serving" and entry.version is not None and entry.version == self.version
 
     def _move(self, url: str, event: Event, *, reason: str | None = None, **known: object) -> None:
         entry = self._entries[url]

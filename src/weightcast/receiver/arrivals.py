@@ -16,7 +16,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}  # by tensor; without the buckets in ``_followed``
         self._parts: dict[str, torch.Tensor] = {}
-        self._abandoned = False
+        self.abandoned = False
         # Rows of each bucket of the last complete update, in order, if all their tensors are whole; and its tensors.
         self._complete: list[Mapping[str, int]] = []
         self._specs: Sequence[TensorSpec] = ()
@@ -28,36 +28,31 @@ class Arrivals:
         """Starts an update, of which nothing has arrived."""
         self._rows.clear()
         self._parts.clear()
-        self._abandoned = False
+        self.abandoned = False
         self._followed, self._whole = [], []
 
     def begin_again(self) -> None:
         """Starts to count again, and keeps the rows of tensors that were not yet put together."""
         self._rows.clear()
-        self._abandoned = False
+        self.abandoned = False
         self._followed, self._whole = [], []
 
     def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:
         """Looks, between updates, whether these rows of each bucket are all of these tensors, as ``missing`` would."""
-        if self._abandoned:
+        if self.abandoned:
             return
         self.begin()
         if all(map(self.take_all, buckets)):
             self.missing(specs)
         self.begin()
 
-    @property
-    def abandoned(self) -> bool:
-        """True if the update was given up."""
-        return self._abandoned
-
     def abandon(self) -> None:
         """Gives up this update: ``check`` refuses every other bucket of it."""
-        self._abandoned = True
+        self.abandoned = True
 
     def check(self, slot: TensorSlot) -> None:
         """Raises ``Refused`` unless these rows are the next ones of their tensor, or if the update was abandoned."""
-        if self._abandoned:
+        if self.abandoned:
             raise Refused("a bucket of this update was given up half way", hint="open another session")
         self._count_followed()
         arrived = self._rows.get(slot.spec.name)
@@ -73,7 +68,7 @@ class Arrivals:
     def expects(self, rows: Mapping[str, int]) -> bool:
         """True if these rows of a bucket come next, as they did in the last complete update."""
         number = len(self._followed)
-        follows = not self._rows and not self._abandoned and number < len(self._complete)
+        follows = not self._rows and not self.abandoned and number < len(self._complete)
         return follows and self._complete[number] is rows
 
     def take_all(self, rows: Mapping[str, int]) -> bool:
@@ -82,7 +77,7 @@ class Arrivals:
             self._followed.append(rows)
             return True
         self._count_followed()
-        if not rows or self._abandoned or not self._rows.keys().isdisjoint(rows):
+        if not rows or self.abandoned or not self._rows.keys().isdisjoint(rows):
             return False
         self._rows.update(rows)
         if self._whole is not None:

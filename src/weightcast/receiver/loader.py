@@ -427,7 +427,10 @@ class Loader:
         self._before, self.known = self.known, None
         self._finishing = False
         self.staging.flip()
-        self._load_held()
+        with torch.no_grad():  # what the sources that waited write of the old version is in the staging set by now
+            for source in self._held:
+                self._load_weights([source])
+        self._held.clear()
         self._finishing = True
         self.finish()
 
@@ -499,13 +502,6 @@ class Loader:
         self.touched = True
         with torch.no_grad():
             self._load_weights([(slot.spec.name, whole)])
-
-    def _load_held(self) -> None:
-        """Loads the sources that waited.  What they write of the old version is in the staging set by now."""
-        with torch.no_grad():
-            for source in self._held:
-                self._load_weights([source])
-        self._held.clear()
 
 
 def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

@@ -99,7 +99,7 @@ class SessionHandler:
         version: int | None = 0,
         events: Events | None = None,
     ) -> None:
-        self._executor = executor
+        self.executor = executor  # all ranks, also for work outside a session
         self._engine = EngineState(hooks, facts, version=version, tp_size=executor.tp_size)
         self._events = SessionEvents(events if events is not None else Events([UpdateLog()]), self._engine)
         self._session: OpenSession | None = None
@@ -114,11 +114,6 @@ class SessionHandler:
         self._watch = threading.Thread(target=self._watch_deadlines, name="weightcast-lease", daemon=True)
         self._stopped = threading.Event()
         self._watch.start()
-
-    @property
-    def executor(self) -> Executor:
-        """All ranks, for work outside a session (the dialects of the reference engine)."""
-        return self._executor
 
     @property
     def state(self) -> State:
@@ -146,7 +141,7 @@ class SessionHandler:
             self._events.refused(message, refused, heard)
             return refused
         if isinstance(message, Open) and self._joining_unowned:
-            self._executor.interrupt("an update begins")
+            self.executor.interrupt("an update begins")
         with self._busy, gc_paused():
             try:
                 ack = self._attempt(message)
@@ -161,7 +156,9 @@ class SessionHandler:
             return self._engine.ack(ok=False, error=error_words(error), cause=error.cause)
         except Refused as error:
             return self._engine.ack(ok=False, error=error_words(error))
-        except WeightcastError as error:
+        except Exception as error:  # the engine's hooks are other people's code
+            if not isinstance(error, WeightcastError):
+                log.exception("a weight message failed")
             # Without a rank the update cannot succeed, whichever message showed that it is gone.
             session = self._session if _lost_ranks(error) else self._part_of(message)
             if session is not None:
@@ -169,12 +166,6 @@ class SessionHandler:
             if _lost_ranks(error):
                 self._engine.quarantine(error_words(error))
             return self._engine.ack(ok=False, error=error_words(error), failed_ranks=_lost_ranks(error))
-        except Exception as error:  # the engine's hooks are other people's code
-            log.exception("a weight message failed")
-            session = self._part_of(message)
-            if session is not None:
-                session.failed = error_words(error)
-            return self._engine.ack(ok=False, error=error_words(error))
 
     @contextmanager
     def between_updates(self) -> Generator[None]:
@@ -226,8 +217,8 @@ class SessionHandler:
             raise Refused(f"a step of an update has kept this engine busy for {_READ_CHUNK_S:g} s", hint="try again")
         try:
             writing = self._session is not None and self._engine.facts.staging == "none"
-            check_readable(message, self._engine, self._executor.tp_size, writing=writing)
-            acks = self._executor.apply(message, timeout_s=_READ_CHUNK_S)
+            check_readable(message, self._engine, self.executor.tp_size, writing=writing)
+            acks = self.executor.apply(message, timeout_s=_READ_CHUNK_S)
         finally:
             self._busy.release()
         check_all(acks)
@@ -236,7 +227,7 @@ class SessionHandler:
     def boxes(self) -> WantedBoxes:
         """The boxes of the source tensors that ranks want; raises as ``read_chunk``."""
         with self._busy:
-            acks = self._executor.apply(TellBoxes(), timeout_s=_READ_CHUNK_S)
+            acks = self.executor.apply(TellBoxes(), timeout_s=_READ_CHUNK_S)
         check_all(acks)
         return WantedBoxes(kinds=tuple(dict.fromkeys(ack.part for ack in acks)))
 
@@ -309,12 +300,12 @@ class SessionHandler:
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
         last, self._last = self._last, None  # from here on ranks write into the set that a Revert needs
-        acks = self._executor.apply(message, timeout_s=message.timeout_s)
+        acks = self.executor.apply(message, timeout_s=message.timeout_s)
         ranks, error = failures(acks)
         if all(ack.refused for ack in acks):
             self._last = last
         if ranks:
-            self._executor.apply(Abort(session=message.session), timeout_s=message.timeout_s)
+            self.executor.apply(Abort(session=message.session), timeout_s=message.timeout_s)
             raise Refused(error)
         session = OpenSession(open=message, deadline=time.monotonic() + message.lease_s)
         session.not_updated = union(ack.not_updated for ack in acks)
@@ -386,7 +377,7 @@ class SessionHandler:
         if message.buckets > session.buckets:
             raise Refused(f"bucket {message.buckets} cannot come next: only {session.buckets} buckets have arrived")
         session.deadline = time.monotonic() + session.open.lease_s
-        acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
+        acks = self.executor.apply(message, timeout_s=session.open.timeout_s)
         ranks, error = failures(acks)
         if ranks:
             # Some ranks may have gone back.  If the others have changed nothing, all can go back further.
@@ -567,7 +558,7 @@ class SessionHandler:
         last = self._last
         if last is None or last.open.session != message.session:
             raise Refused("this session is not the one that was committed last, or another has been opened since")
-        return last.revert(message, self._executor, self._engine)
+        return last.revert(message, self.executor, self._engine)
 
     def _differing(self, session: OpenSession, resident: Resident) -> str:
         """Names of tensors that are kept otherwise than they were received, in words."""
@@ -591,7 +582,7 @@ class SessionHandler:
         self._session = None
         session.ending = reason = message.reason or session.failed or "no reason given"
         try:
-            acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
+            acks = self.executor.apply(message, timeout_s=session.open.timeout_s)
             ranks, words = failures(acks)
             if ranks or any(ack.touched for ack in acks):
                 half = f"an update to version {session.open.version} ended half way: {reason}. {words}"
@@ -611,7 +602,7 @@ class SessionHandler:
         return self._engine.ack(**costs(self._ranks(message, timeout_s=timeout_s)))
 
     def _ranks(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        acks = self._executor.apply(message, timeout_s=timeout_s)
+        acks = self.executor.apply(message, timeout_s=timeout_s)
         ranks, error = failures(acks)
         if ranks:
             cause = cause_of(acks)
@@ -668,7 +659,7 @@ class SessionHandler:
         current = self._session
         if current is not None and current.open.session == session:
             current.ending = reason
-            self._executor.interrupt(reason)
+            self.executor.interrupt(reason)
             self._engine.hooks.stop_waiting()
 
     def _end_if_current(self, session: str, reason: str) -> None:

@@ -24,7 +24,7 @@ from weightcast.watch.events import (
 )
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
-from weightcast.wire.engine_info import EngineStatus, Outcome, UpdateStatus
+from weightcast.wire.engine_info import EngineStatus, UpdateStatus
 from weightcast.wire.fields import shown
 from weightcast.wire.messages import Announce, Message
 
@@ -158,32 +158,20 @@ class SessionEvents:
 @dataclass(slots=True, kw_only=True)
 class _Update:
     session: str
-    version: int
-    owner: str
     began: float
+    told: UpdateStatus  # without times and phases
     ended: float | None = None
-    outcome: Outcome = "running"
-    reason: str = ""
-    bytes: int = 0
-    buckets: int = 0
-    stall_s: float = 0.0
     by_rank: dict[tuple[str, int | None], float] = field(default_factory=dict[tuple[str, "int | None"], float])
 
     def status(self, now: float) -> UpdateStatus:
         phases: dict[str, float] = {}
         for (phase, _), seconds in self.by_rank.items():
             phases[phase] = max(phases.get(phase, 0.0), seconds)
-        return UpdateStatus(
-            version=self.version,
-            outcome=self.outcome,
-            owner=self.owner,
+        return msgspec.structs.replace(
+            self.told,
             seconds=max((self.ended if self.ended is not None else now) - self.began, 0.0),
             ago_s=None if self.ended is None else max(now - self.ended, 0.0),
-            bytes=self.bytes,
-            buckets=self.buckets,
             phases=phases,
-            stall_s=self.stall_s,
-            reason=self.reason,
         )
 
 
@@ -201,9 +189,8 @@ class LastUpdate:
         with self._lock:
             match event:
                 case SessionOpened():
-                    self._update = _Update(
-                        session=event.session, version=event.version, owner=shown(event.owner), began=event.at
-                    )
+                    told = UpdateStatus(version=event.version, outcome="running", owner=shown(event.owner))
+                    self._update = _Update(session=event.session, began=event.at, told=told)
                 case Answered():
                     self._add(event)
                 case SessionEnded():
@@ -230,8 +217,8 @@ class LastUpdate:
         if update is None or event.session != update.session:
             return
         if event.ok and event.bucket is not None:
-            update.bytes += event.bytes
-            update.buckets += 1
+            told = update.told
+            update.told = msgspec.structs.replace(told, bytes=told.bytes + event.bytes, buckets=told.buckets + 1)
         for step in event.steps:
             key = step.phase, step.rank
             update.by_rank[key] = update.by_rank.get(key, 0.0) + step.seconds
@@ -239,5 +226,7 @@ class LastUpdate:
     def _end(self, event: SessionEnded) -> None:
         update = self._update
         if update is not None and event.session == update.session:
-            update.outcome, update.reason, update.stall_s = event.outcome, shown(event.reason), event.stall_s
+            update.told = msgspec.structs.replace(
+                update.told, outcome=event.outcome, reason=shown(event.reason), stall_s=event.stall_s
+            )
             update.ended = event.at

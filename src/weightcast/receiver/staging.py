@@ -102,8 +102,8 @@ class Staging:
         self._keep_storage = keep_storage
         self._may_move = may_move and keep_storage and place == "device"
         self._waits = not in_order
-        self._live = dict(residents)
-        self._tensors = list(self._live.values())
+        self.lives = dict(residents)
+        self._tensors = list(self.lives.values())
         self._waiting: dict[str, torch.Tensor] = {}
         self._scratch: dict[torch.device, torch.Tensor] = {}
         self._mapped: MappedSet | None = None
@@ -114,14 +114,14 @@ class Staging:
         # memory has the old contents of the next.
         self._exchanged = False
         self._done = 0
-        self._torn = False
+        self.torn = False  # True if a flip began and did not end: the live set is a mixture
         self._in_scratch = False
         self.allocate()
 
     def allocate(self) -> None:
         """Allocates the parts of the second set, and of a flip's scratch memory, that do not exist."""
         self._map()
-        for name, tensor in self._live.items():
+        for name, tensor in self.lives.items():
             if self.place == "none" or name in self._waiting:
                 continue
             if self.place == "device" or not _is_dense(tensor):
@@ -135,7 +135,7 @@ class Staging:
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
             self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
-        wait_for_streams(*(tensor.device for tensor in self._live.values()))  # an update may come on another stream
+        wait_for_streams(*(tensor.device for tensor in self.lives.values()))  # an update may come on another stream
         self._placing = self._placed()
         self._take_scratch()
 
@@ -178,10 +178,10 @@ class Staging:
 
     def sets(self) -> list[tuple[int, Tensors, Tensors]]:
         """``number``, ``lives`` and ``targets`` as they are, and as they will be after a flip if that changes them."""
-        found: list[tuple[int, Tensors, Tensors]] = [(self.number, self._live, self.targets)]
+        found: list[tuple[int, Tensors, Tensors]] = [(self.number, self.lives, self.targets)]
         after = self._after()
         if after is not self._placing:
-            lives = self._live | {name: self._waiting[name] for name in self._others}
+            lives = self.lives | {name: self._waiting[name] for name in self._others}
             found.append((after.number, lives, self._waiting | self._others))
         return found
 
@@ -209,17 +209,12 @@ class Staging:
     @property
     def size_bytes(self) -> int:
         """Bytes that the second set takes while it is allocated."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._live.values()) if self.staged else 0
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.lives.values()) if self.staged else 0
 
     @property
     def targets(self) -> Mapping[str, torch.Tensor]:
         """The tensors that take the new values of parameters, by name."""
-        return self._waiting if self.staged else self._live
-
-    @property
-    def lives(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters by name."""
-        return self._live
+        return self._waiting if self.staged else self.lives
 
     def target(self, name: str) -> torch.Tensor:
         """Returns the tensor that takes the new values of a parameter."""
@@ -227,7 +222,7 @@ class Staging:
 
     def live(self, name: str) -> torch.Tensor:
         """Returns the live parameter."""
-        return self._live[name]
+        return self.lives[name]
 
     @property
     def mapped_bytes(self) -> int:
@@ -238,11 +233,6 @@ class Staging:
     def moves_contents(self) -> bool:
         """True if a flip copies contents; False if it exchanges pointers, or does nothing."""
         return self.place == "host" or (self.place == "device" and self._keep_storage)
-
-    @property
-    def torn(self) -> bool:
-        """True if a flip began and did not end: the live set is a mixture."""
-        return self._torn
 
     def flip(self) -> None:
         """Exchanges the staging set and the live one.  Allocates nothing on a device.
@@ -256,7 +246,7 @@ class Staging:
         self._reset_progress()
         self.look()
         before, after = self._placing, self._after()
-        self._torn = True
+        self.torn = True
         if self._mapped is not None:
             self._mapped.exchange()
         if before.exchange is not None:
@@ -278,7 +268,7 @@ class Staging:
                 tensor.data = waiting[name]
                 waiting[name] = old
                 self._done += 1
-        self._torn = False
+        self.torn = False
         self._placing = after
 
     def undo(self) -> None:
@@ -290,19 +280,19 @@ class Staging:
         self.look()
         before, after = self._placing, self._after()
         if self._mapped is not None:
-            self._torn = True
+            self.torn = True
             self._mapped.undo()
         if self._exchanged:
             assert before.exchange is not None
-            self._torn = True
+            self.torn = True
             before.exchange.run(wait=self._waits)
             self._exchanged = False
         if self.moves_contents:
             if self._done or self._in_scratch:
-                self._torn = True  # until all chunks are undone
+                self.torn = True  # until all chunks are undone
                 self._undo_chunks()
         elif self._done:
-            self._torn = True
+            self.torn = True
             whole = self._done == len(self._others)
             for name, tensor in list(self._others.items())[self._done - 1 :: -1]:
                 self._swap(name, tensor)
@@ -316,7 +306,7 @@ class Staging:
         if self._may_move and not (self._mapped is not None and self._mapped.allocate()):
             device = self._tensors[0].device if self._tensors else torch.device("cpu")
             mapper = mapper_of(device)
-            movable = {n: t for n, t in self._live.items() if t.device == device and _is_dense(t)}
+            movable = {n: t for n, t in self.lives.items() if t.device == device and _is_dense(t)}
             self._mapped = MappedSet(movable, mapper) if mapper is not None else None
         if self._mapped is not None:
             self._waiting.update(self._mapped.waiting)
@@ -337,7 +327,7 @@ class Staging:
     def _sort(self) -> None:
         """Decides how a flip exchanges each parameter."""
         mapped = self._mapped if self._mapped is not None else ()
-        rest = {name: tensor for name, tensor in self._live.items() if name not in mapped}
+        rest = {name: tensor for name, tensor in self.lives.items() if name not in mapped}
         self._small = {name: tensor for name, tensor in rest.items() if self._exchanges(tensor)}
         self._others = {name: tensor for name, tensor in rest.items() if name not in self._small}
 
@@ -360,7 +350,7 @@ class Staging:
         if self.moves_contents or self.place == "none" or not self._others:
             return now
         if now.flipped is None:
-            lives = (self._live | {name: self._waiting[name] for name in self._others}).values()
+            lives = (self.lives | {name: self._waiting[name] for name in self._others}).values()
             now.flipped = _Placing(TensorPlaces(list(lives), like=now.live), now.exchange, now)
         return now.flipped
 
@@ -385,7 +375,7 @@ class Staging:
         if self._mapped is not None:
             self._mapped.begin()
         self._done = 0
-        self._torn = self._in_scratch = self._exchanged = False
+        self.torn = self._in_scratch = self._exchanged = False
 
     def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields chunks of live and staged memory, always in the same order."""

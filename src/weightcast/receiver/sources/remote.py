@@ -35,7 +35,9 @@ class RemoteMemorySource:
         The buffers are in the order of the messages; ``wanted`` names the boxes that this rank wants, by which it finds
         its packs.  It raises as ``RemoteReader.read``, and for a buffer that is too small.
         """
-        packs = tuple(_pack_in(buffer, wanted) for buffer in buffers)
+        packs = tuple(
+            next((pack.first_byte for pack in buffer.packs if pack.wanted == wanted), None) for buffer in buffers
+        )
         for buffer, message, pack in zip(buffers, plan.messages, packs, strict=True):
             if pack is not None and pack + message.packed_bytes > buffer.memory.size_bytes:
                 raise RemoteReadFailed(
@@ -68,11 +70,6 @@ class RemoteMemorySource:
         """Forgets the trainer's memory and frees this rank's; safe to call twice."""
         self._runs.clear()
         self.reader.close()
-
-
-def _pack_in(buffer: RemoteBuffer, wanted: str) -> int | None:
-    """First byte of the pack with this rank's pieces in a buffer; None if there is none."""
-    return next((pack.first_byte for pack in buffer.packs if pack.wanted == wanted), None)
 
 
 def _runs_of(layout: BucketLayout, message: PieceMessage, start: int, pack: int | None) -> list[tuple[int, Runs]]:
