@@ -66,7 +66,9 @@ class Connection:
     @property
     def quiet(self) -> bool:
         """True if nothing waits to be read; costs a system call."""
-        return not _is_readable(self._end)
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return not poll.poll(0)
 
     async def shake_hands(self, context: ssl.SSLContext, host: str, deadline: Deadline) -> None:
         """Starts TLS; raises TimeoutError at the deadline, and OSError if the handshake fails."""
@@ -255,12 +257,6 @@ async def _connect(family: socket.AddressFamily, address: tuple[object, ...], de
     except BaseException:
         event_loop.close(end)
         raise
-
-
-def _is_readable(end: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(end, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 async def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:

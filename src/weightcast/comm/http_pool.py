@@ -209,7 +209,8 @@ class ConnectionLimit:
     def leave(self) -> None:
         """Counts one connection less."""
         self.count -= 1
-        self._wake()
+        if self.count < self.most:
+            self._waiting.wake()
 
     def rest(self, connection: Connection, close: Callable[[Connection], None]) -> None:
         """Notes an idle connection; ``close``, which ends in ``leave``, closes it if room is wanted."""
@@ -227,7 +228,3 @@ class ConnectionLimit:
         connection, close = self._idle.popitem(last=False)
         close(connection)
         return True
-
-    def _wake(self) -> None:
-        if self.count < self.most:
-            self._waiting.wake()

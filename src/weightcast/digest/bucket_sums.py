@@ -141,7 +141,8 @@ class PlanSums:
     def of(self, bucket: Bucket) -> torch.Tensor:
         """As ``sums_of_slots``."""
         layout, device = bucket.layout, bucket.data.device
-        if bucket.sums is not None or not self._has(layout) or not worth_launch(layout.size_bytes, device):
+        known = self._layout_of.get(layout.index) == layout
+        if bucket.sums is not None or not known or not worth_launch(layout.size_bytes, device):
             return sums_of_slots(bucket)
         template, launches = self._launch(layout, device, tuple(bucket.lent))
         addresses = tuple(memory.data_ptr() for memory in (bucket.data, *bucket.lent.values()))
@@ -159,9 +160,6 @@ class PlanSums:
     @cached_property
     def _contents(self) -> Contents:
         return Contents(self.layouts)
-
-    def _has(self, layout: BucketLayout) -> bool:
-        return self._layout_of.get(layout.index) == layout
 
     def _launch(
         self, layout: BucketLayout, device: torch.device, lent: tuple[str, ...]

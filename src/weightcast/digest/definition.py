@@ -74,7 +74,8 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
 def _sums_by_torch(pieces: Sequence[Piece]) -> torch.Tensor:
     """As `partial_sums`, for checked pieces on the CPU, with the means of torch."""
     sums = torch.zeros(len(pieces), dtype=torch.int64)
-    scratch = torch.empty(min(_BLOCK_WORDS, max(map(_num_words, pieces))), dtype=torch.int64)
+    words = max(piece.tensor.numel() * max(1, piece.tensor.itemsize // 2) for piece in pieces)
+    scratch = torch.empty(min(_BLOCK_WORDS, words), dtype=torch.int64)
     for index, piece in enumerate(pieces):
         _add_sum(grid_of(piece), scratch, sums[index])
     return sums
@@ -221,7 +222,3 @@ def _key_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 def _header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     """Dtype and shape as bytes, the same for every torch version."""
     return json.dumps([str(dtype).removeprefix("torch."), [int(size) for size in shape]]).encode()
-
-
-def _num_words(piece: Piece) -> int:
-    return piece.tensor.numel() * max(1, piece.tensor.itemsize // 2)

@@ -40,7 +40,8 @@ class FarCopies:
     def __init__(self, copies: Sequence[FarCopy], device: torch.device) -> None:
         self._device = device
         self._lines = [copy for copy in copies if copy.rows == 1]
-        self._rectangles = [_rectangle(copy) for copy in copies if copy.rows > 1]
+        kinds = {"source_kind": _DEVICE_MEMORY, "target_kind": _DEVICE_MEMORY}
+        self._rectangles = [_Rectangle(**kinds, **copy._asdict()) for copy in copies if copy.rows > 1]
 
     def __bool__(self) -> bool:
         return bool(self._lines or self._rectangles)
@@ -114,10 +115,6 @@ class _Rectangle(ctypes.Structure):
 
 _copy_line = driver_call("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 _copy_rectangle = driver_call("cuMemcpy2DAsync_v2", ctypes.POINTER(_Rectangle), ctypes.c_void_p)
-
-
-def _rectangle(copy: FarCopy) -> _Rectangle:
-    return _Rectangle(source_kind=_DEVICE_MEMORY, target_kind=_DEVICE_MEMORY, **copy._asdict())
 
 
 @cache

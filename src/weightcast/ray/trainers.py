@@ -106,7 +106,8 @@ class TrainWorkers:
             TrainerRankFailed: A rank failed, died or did not answer in time.
         """
         if not isinstance(engines, RolloutEngines):
-            return self._send(tuple(_target(target) for target in engines), version, timeout_s)
+            targets = tuple(Target(one) if isinstance(one, str) else one for one in engines)
+            return self._send(targets, version, timeout_s)
         engines.restart_dead()
         try:
             report = self._send(engines.targets, version, timeout_s)
@@ -193,7 +194,3 @@ class TrainWorkers:
             if error.gone:
                 self._broken = str(error)
             raise TrainerRankFailed(str(error), hint="start the trainers again" if error.gone else None) from error
-
-
-def _target(target: Target | str) -> Target:
-    return Target(target) if isinstance(target, str) else target

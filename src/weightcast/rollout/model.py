@@ -189,13 +189,17 @@ class ReferenceModel(nn.Module):
     def _sum_outputs(self) -> None:
         for module in list(self.modules()):
             if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):  # experts, stacked
-                module.register_forward_hook(lambda module, arguments, output: self._reduce(output))
+                module.register_forward_hook(self._sum_experts)
                 continue
             for name, child in list(module.named_children()):
                 if name in _BY_INPUT:
                     linear = cast(nn.Linear, child)
                     weight, bias = linear._parameters["weight"], linear._parameters["bias"]
                     setattr(module, name, _SummedLinear(cast(nn.Parameter, weight), bias, self._reduce))
+
+    def _sum_experts(self, module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        self._reduce(output)
+        return output
 
     @property
     def head_dim(self) -> int:

@@ -64,7 +64,7 @@ class BroadcastTransport(Pumped):
             self.name = BY_RANK.name
         self._device = device
         meetings: dict[Meeting, None] = dict.fromkeys(link.adapter.meeting for link in links)
-        self._channels = [
+        self.cells = [
             Channel(
                 cell,
                 meeting=meeting,
@@ -85,7 +85,7 @@ class BroadcastTransport(Pumped):
         ]
         self._mends = mends
         self._pool = ThreadPoolExecutor(
-            max_workers=in_flight * len(self._channels), thread_name_prefix="weightcast-channel"
+            max_workers=in_flight * len(self.cells), thread_name_prefix="weightcast-channel"
         )
         self._taking: dict[int, Sequence[Channel]] = {}  # by bucket, until it is sent
 
@@ -104,15 +104,10 @@ class BroadcastTransport(Pumped):
             **more,
         )
 
-    @property
-    def cells(self) -> Sequence[Channel]:
-        """As ``Mending.cells``."""
-        return self._channels
-
     def drop(self, cell: Channel) -> None:
         """As ``Mending.drop``."""
         cell.close()
-        self._channels.remove(cell)
+        self.cells.remove(cell)
 
     def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
         """As ``Mending.rebuild``."""
@@ -131,37 +126,37 @@ class BroadcastTransport(Pumped):
 
     def connect(self) -> None:
         """Makes the groups that do not exist; raises as ``Channel.connect``, for all targets."""
-        for channel in self._channels:
+        for channel in self.cells:
             channel.begin()
-        self._each(Channel.connect, self._channels)
+        self._each(Channel.connect, self.cells)
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
         index = bucket.layout.index
-        self._taking[index] = [channel for channel in self._channels if channel.takes(index)]
+        self._taking[index] = [channel for channel in self.cells if channel.takes(index)]
         self._note_filled(bucket)
         super().send(bucket, shared)
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
         super().drain()
-        self._each(Channel.drain, [channel for channel in self._channels if channel.failure is None])
+        self._each(Channel.drain, [channel for channel in self.cells if channel.failure is None])
 
     def settle(self) -> None:
         """As ``Transport.settle``."""
         super().settle()
-        for channel in self._channels:
+        for channel in self.cells:
             channel.settle()
 
     def abort(self, reason: str) -> None:
         """As ``Transport.abort``; the next ``connect`` makes new groups."""
-        for channel in self._channels:
+        for channel in self.cells:
             channel.abort(reason)
 
     def _end(self) -> None:
         super()._end()
         self.settle()
-        self._each(Channel.close, self._channels)
+        self._each(Channel.close, self.cells)
         self._pool.shutdown(wait=True)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:

@@ -53,7 +53,7 @@ class ExchangeTransport(BroadcastTransport):
 
     def invite(self) -> Sequence[Invited]:
         """As ``Exchanging.invite``."""
-        for channel in self._channels:
+        for channel in self.cells:
             channel.begin()
             channel.invite()
         return self.invited
@@ -61,20 +61,20 @@ class ExchangeTransport(BroadcastTransport):
     @property
     def invited(self) -> Sequence[Invited]:
         """As ``Exchanging.invited``."""
-        return [channel.invited for channel in self._channels if channel.invited is not None]
+        return [channel.invited for channel in self.cells if channel.invited is not None]
 
     def connect(self) -> None:
         """As ``Transport.connect``, for the cells that were ``invited``."""
-        self._each(Channel.connect, [channel for channel in self._channels if channel.invited is not None])
+        self._each(Channel.connect, [channel for channel in self.cells if channel.invited is not None])
 
     @property
     def members(self) -> Mapping[str, UpdateGroup]:
         """As ``Exchanging.members``."""
-        return {group.name: group for channel in self._channels if (group := channel.member()) is not None}
+        return {group.name: group for channel in self.cells if (group := channel.member()) is not None}
 
     def lost(self, name: str, error: WeightcastError) -> None:
         """As ``Exchanging.lost``."""
-        channels = [channel for channel in self._channels if channel.name == name]
+        channels = [channel for channel in self.cells if channel.name == name]
         for channel in channels:
             channel.abort(str(error))
         self._pump.drain()

@@ -36,7 +36,7 @@ class MixedTransport:
 
     def drop(self, cell: Channel) -> None:
         """As ``Mending.drop``."""
-        self._part_of(cell).drop(cell)
+        next(part for part in self._mending if cell in part.cells).drop(cell)
 
     def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
         """As ``Mending.rebuild``."""
@@ -72,9 +72,6 @@ class MixedTransport:
     @property
     def _mending(self) -> list[Mending]:
         return [part for part in self._parts if isinstance(part, Mending)]
-
-    def _part_of(self, cell: Channel) -> Mending:
-        return next(part for part in self._mending if cell in part.cells)
 
     def _each(self, do: Callable[[Any], None], parts: Iterable[object] | None = None) -> None:
         errors = list[BaseException | None]()

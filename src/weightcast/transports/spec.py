@@ -137,18 +137,6 @@ class Wiring:
     address: Callable[[], str]
 
 
-def _never(_: Placement) -> bool:
-    return False
-
-
-def _nothing(_: EngineInfo) -> str:
-    return ""
-
-
-def _accept(_: Placement) -> None:
-    """Accepts every placement."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSpec:
     """The registration of one transport.
@@ -194,9 +182,9 @@ class TransportSpec:
     large_buckets: bool = False
     zero_copy: bool = False
     sharing: Sharing | None = None
-    suits: Callable[[Placement], bool] = _never
-    check: Callable[[Placement], None] = _accept
-    lacks: Callable[[EngineInfo], str] = _nothing
+    suits: Callable[[Placement], bool] = lambda _: False
+    check: Callable[[Placement], None] = lambda _: None
+    lacks: Callable[[EngineInfo], str] = lambda _: ""
 
     @property
     def shares_memory(self) -> bool:

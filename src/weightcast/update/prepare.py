@@ -107,14 +107,11 @@ def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[Par
 
 def _sources(plan: UpdatePlan, way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
     """The source of each bucket as ``Announce`` will have it; empty unless all buckets lie in memory already."""
-    if way in _BY_PARTS or not given or not all(map(any, ([_lies(one) for one in some] for some in given))):
+    lies = (any(one.memory is not None or one.memories for one in some) for some in given)
+    if way in _BY_PARTS or not given or not all(lies):
         return ()
     announced = zip(plan.layouts, given, strict=True)
     return tuple(announce_of("", layout, group=None, shared=some).source for layout, some in announced)
-
-
-def _lies(one: Shared) -> bool:
-    return one.memory is not None or bool(one.memories)
 
 
 _BY_PARTS = ("messages", "reads")

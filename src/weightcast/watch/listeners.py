@@ -37,7 +37,7 @@ class ByKind:
         """Takes the function for each kind; those in ``later`` are called after the update, in order of the events."""
         self._handlers = dict(handlers)
         self._later = dict(later)
-        self._settle: Callable[[], None] = _nothing
+        self._settle: Callable[[], None] = lambda: None
 
     def attach(self, events: Events) -> None:
         """As ``Attached.attach``."""
@@ -45,7 +45,7 @@ class ByKind:
 
     def detach(self) -> None:
         """As ``Attached.detach``."""
-        self._settle = _nothing
+        self._settle = lambda: None
 
     def handler(self, kind: type[Any]) -> Callable[[Any], None] | None:
         """The function for events of a kind; None if they are passed over."""
@@ -103,7 +103,7 @@ class Events:
         self._tracing = tuple(one for one in self._listeners if isinstance(one, Tracing))  # asked for each target
         self._hearing: dict[type[Any], tuple[_Call, ...]] = {}
         self._hearing_later: dict[type[Any], tuple[_Call, ...]] = {}
-        self._later = Later(self._work_on)
+        self._later = Later(lambda event: self._hand(event, self._hearing_later[type(event)]))
         self._lock = threading.RLock()
         self._failed: set[int] = set()
         attached: list[Attached] = []
@@ -126,9 +126,6 @@ class Events:
     def settle(self) -> None:
         """Does what listeners have put off, on the caller's thread."""
         self._later.settle()
-
-    def _work_on(self, event: Event) -> None:
-        self._hand(event, self._hearing_later[type(event)])
 
     def _hand(self, event: Event, hearing: Iterable[_Call]) -> None:
         for call, listener in hearing:
@@ -181,7 +178,3 @@ class Events:
         for listener in self._listeners:
             if isinstance(listener, Attached):
                 listener.detach()
-
-
-def _nothing() -> None:
-    """There is nothing to settle."""

@@ -43,17 +43,17 @@ class TimelineRecorder(ByKind):
     """A listener that keeps the steps of the last update as ``recording``; ``Events`` calls it one event at a time."""
 
     def __init__(self) -> None:
-        super().__init__({UpdateStarted: self._begin, StepEnded: self._step, Asked: self._was_asked})
+        super().__init__(
+            {
+                UpdateStarted: self._begin,
+                StepEnded: lambda event: self.recording.add_step(event.step),
+                Asked: lambda event: self.recording.add_message(event),
+            }
+        )
         self.recording = Recording()
 
     def _begin(self, event: UpdateStarted) -> None:
         self.recording = Recording(event.at, event.time_s, event.rank, event.targets)
-
-    def _step(self, event: StepEnded) -> None:
-        self.recording.add_step(event.step)
-
-    def _was_asked(self, event: Asked) -> None:
-        self.recording.add_message(event)
 
 
 class Recording:
