@@ -79,7 +79,6 @@ class TargetError(WeightcastError):
     """An error of one engine.
 
     Attributes:
-        url: The engine.
         half_updated: True if the engine may hold a mixture of two versions.
     """
 
@@ -155,7 +154,6 @@ class VerificationFailed(WeightcastError):
     """An engine received or holds other weights than were sent.
 
     Attributes:
-        url: The engine.
         names: The tensors that differ, in order.
     """
 
@@ -196,11 +194,7 @@ class TrainerRankFailed(WeightcastError):
 
 
 class EngineFailure(WeightcastError):
-    """Inside an engine: a rank died or could not do its work.
-
-    Attributes:
-        ranks: The engine ranks that failed.
-    """
+    """Inside an engine: a rank died or could not do its work."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), hint: str | None = None) -> None:
         super().__init__(message, hint=hint)

@@ -26,9 +26,7 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     """The way of the weights from some trainer ranks to some ranks of an engine.
 
     Attributes:
-        ranks: The engine ranks.
         by: The way: that of ``direct``, such as ``"memory"`` or ``"messages"``, or a transport's name.
-        trainers: The trainer ranks.
     """
 
     ranks: tuple[int, ...]
@@ -45,7 +43,6 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the update on one target.
 
     Attributes:
-        url: URL of the engine.
         engine: Kind and version, e.g. ``"weightcast 1.2.3"``.
         version_before: Version before the update; None if unknown.
         version_after: Version that the engine reports now; None if it reports none or could not be asked.
@@ -97,12 +94,9 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ``==``, ``msgspec.structs.replace`` and msgspec's own encoders know only the other attributes.
 
     Attributes:
-        version: Requested version.
         transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` and so on; ``"ipc+broadcast"`` if targets were reached in
             different ways, which their rows name.
         bytes: Bytes sent: the payload of one copy of the model, or less if the update failed before all was sent.
-        buckets: Number of buckets.
-        seconds: Wall time of the whole update.
         phases: Seconds by phase on the head trainer rank; phases overlap, so they do not add up to ``seconds``.
             ``open``: sessions and groups.  ``gather``: shards into a bucket.  ``pack``: digests and casts.  ``send``:
             waits for the transport and the engines.  ``load``: inside the engines.  ``verify``: digests read back.

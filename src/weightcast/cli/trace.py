@@ -123,7 +123,6 @@ def _documents(data: bytes) -> Sequence[bytes]:
 
 
 def _shown(update: Update) -> str:
-    """Formats a table with the time of each row in each phase."""
     tracks = [track for track in update.timeline.tracks if not track.name.startswith(MESSAGES)]
     head = f"version {update.version}: {seconds(update.seconds)} over {update.transport}"
     if not tracks:

@@ -23,8 +23,6 @@ _Result = TypeVar("_Result")
 
 
 class _Running:
-    """A loop and its thread."""
-
     def __init__(self) -> None:
         self.loop = asyncio.SelectorEventLoop()  # not the application's policy, which may be of another library
         self.sockets: set[socket.socket] = set()

@@ -191,7 +191,6 @@ class Client:
             raise
 
     def _check(self, answer: Answer, method: str, path: str) -> None:
-        """Raises the error of an answer that is refused or no good."""
         url = self.target.url
         if answer.encoding.lower() != b"identity":
             words = f"{url} answered in {answer.encoding.decode(errors='replace')}, which was not asked for"

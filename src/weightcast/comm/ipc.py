@@ -249,7 +249,6 @@ class Mapping:
 
 
 def _name_of(token: str) -> str:
-    """Returns the kernel's name for the file of a buffer."""
     return f"/memfd:{_PREFIX}{token} (deleted)"
 
 

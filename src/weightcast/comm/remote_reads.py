@@ -109,8 +109,6 @@ class RemoteReader:
 
 @dataclass(slots=True)
 class _Task:
-    """One read, as its thread tells of it."""
-
     doing: str = "starting NIXL"
     error: BaseException | None = None
     ended: threading.Event = field(default_factory=threading.Event)

@@ -212,14 +212,9 @@ class SharedSlot:
     def close(self) -> None:
         """Releases the buffer; safe to call twice."""
         self.data = torch.empty(0, dtype=torch.uint8)
-        if self._ours is not None:
-            self._ours.close()
-        if self._segment is not None:
-            self._segment.close()
-        if self._ring is not None:
-            self._ring.close()
-        if self._arena is not None:
-            self._arena.close()
+        for part in (self._ours, self._segment, self._ring, self._arena):
+            if part is not None:
+                part.close()
 
 
 def make_slots(count: int, size_bytes: int, device: torch.device, ways: Collection[str]) -> list[SharedSlot]:

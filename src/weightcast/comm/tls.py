@@ -50,7 +50,6 @@ def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str 
 
 
 def _show(context: ssl.SSLContext, what: str, cert_file: str, key_file: str | None) -> None:
-    """Makes a context show a certificate."""
     try:
         context.load_cert_chain(cert_file, key_file, password=_no_password)
     except (OSError, ValueError) as error:

@@ -64,7 +64,6 @@ class StreamSender:
 
         Args:
             group: The group; this process is its rank 0.
-            bucket_bytes: Size of a bucket, in bytes.
             timeout_s: Deadline of each broadcast, in seconds.
             wire_dtype: Dtype to which floating-point tensors are cast; None keeps each tensor's own.
 
@@ -127,9 +126,6 @@ class StreamSender:
 
     def end(self, version: int | None = None) -> None:
         """Sends what is left and says that the stream is complete.
-
-        Args:
-            version: Version of the weights, if they have one.
 
         Raises:
             ConfigError: No tensor was put.

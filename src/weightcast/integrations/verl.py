@@ -39,9 +39,7 @@ class Member:
 
     Attributes:
         group: Token of the group that the worker is in; empty if it is in none that can be used.
-        world_size: Number of members of that group.
         host: Address of the rendezvous; empty unless the worker is the master.
-        port: Port of the rendezvous.
     """
 
     group: str = ""
@@ -130,9 +128,6 @@ class WeightcastCheckpointEngine(CheckpointEngine):
 
         Args:
             rank: This worker's rank; -1 if it takes no part.
-            world_size: Number of members.
-            token: Token of the group.
-            master: The master's report.
 
         Raises:
             DeadlineExceeded, GroupFailed: A member did not come, or the rendezvous cannot be reached.
@@ -184,10 +179,6 @@ class WeightcastCheckpointEngine(CheckpointEngine):
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """Sends the weights; on an actor worker without a rank, only reads them, since reading is collective.
-
-        Args:
-            weights: Generator of names and whole tensors.
-            global_steps: Version of the weights.
 
         Returns:
             Metrics of the sender, empty elsewhere: bytes and seconds.

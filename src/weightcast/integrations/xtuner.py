@@ -46,7 +46,6 @@ class UpdateWeighter:
     """Keeps xtuner's rollout servers at the training weights.  Every training rank has one and calls it in step.
 
     Args:
-        rank: This training rank.
         logger: xtuner's logger; the reports go there, on rank 0.
         config: xtuner's training worker config, for its weight iterator.
         engine: xtuner's training engine, for its weight iterator.
@@ -98,7 +97,6 @@ class UpdateWeighter:
         gets the full weights with the next update.
 
         Args:
-            targets: Targets of xtuner's registry.
             rollout_config: xtuner's rollout config; its API key is used, and its transport.
             weight_transport_type: xtuner's transport, in versions that pass it here (July and August 2026).
             **_addresses: Host and port of xtuner's own process group, in the same versions; not used.

@@ -24,7 +24,6 @@ class EngineNeeds:
     Attributes:
         name: Name of the engine in errors.
         package: Name of its module and of its distribution.
-        run_versions: Versions in which our code was run.
         without: Advice on how to start the engine without our receiver.
     """
 

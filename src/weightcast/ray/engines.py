@@ -83,7 +83,6 @@ class RolloutEngines:
         """Starts all engines and waits until they serve.
 
         Args:
-            kind: Kind of the engines.
             places: Bundles of each engine, one for each of its ranks, all on one node.
             api_key: API key of the engines, if their command line sets one.
             log_folder: Folder of ``engine-N.log`` on the engine's node; None keeps the last 4000 bytes in memory.

@@ -21,11 +21,7 @@ _STOP_S = 10.0
 
 
 class TrainWorkers:
-    """The ranks of one training job.
-
-    Attributes:
-        places: Place of each rank.
-    """
+    """The ranks of one training job."""
 
     def __init__(
         self,
@@ -42,7 +38,6 @@ class TrainWorkers:
         Args:
             make: Function that every rank calls, in a process group, as ``make(device, **settings)``.  It returns the
                 learner, whose attribute ``model`` goes to ``WeightUpdater.connect``.
-            bundles: Bundles of the ranks, one for each.
             settings: Keyword arguments of ``make``.
             update: Keyword arguments of ``WeightUpdater.connect``: transport, bucket_bytes, pause, ...
             env: Environment of the ranks, e.g. ``{"OMP_NUM_THREADS": "1"}``.

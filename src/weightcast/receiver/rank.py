@@ -89,12 +89,8 @@ class WeightReceiver:
         """Learns the model's loader and allocates the staging set.
 
         Args:
-            model: This rank's part of the model.
             load_weights: Takes ``(name, tensor)`` pairs of whole tensors and keeps this rank's slices.
             expected: Every tensor of a full update, whole; None takes the model's own parameters and buffers.
-            tp_rank: This rank.
-            tp_size: Number of ranks.
-            device: Where the parameters live.
             finishers: Called once after new weights are live (rebuild captured graphs, say).
             draft: A draft model beside it; its parameters are reported as not updated.
             staging: Place of the staging set; ``auto`` takes the device, else the host, else nothing.

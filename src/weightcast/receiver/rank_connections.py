@@ -80,7 +80,6 @@ class ConnectedRanks(FarRanks):
     def _replies(
         self, connections: Sequence[Connection], timeout_s: float, what: str, *, work: bool = False
     ) -> list[bytes]:
-        """Waits for one frame from each rank."""
 
         def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
             waiting = {connections[rank]: rank for rank in ranks}

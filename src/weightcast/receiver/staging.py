@@ -313,7 +313,6 @@ class Staging:
         self._sort()
 
     def _take_scratch(self) -> None:
-        """Allocates the memory through which chunks are exchanged."""
         if not self.moves_contents or self._scratch:
             return
         sizes: dict[torch.device, int] = {}

@@ -55,7 +55,6 @@ class Scheduler:
 
     Args:
         executor: All ranks of the engine.  The scheduler runs commands on it and does not close it.
-        vocab_size: Upper bound of token ids.
     """
 
     def __init__(

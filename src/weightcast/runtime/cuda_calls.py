@@ -30,7 +30,6 @@ def driver_call(name: str, *types: Any) -> Callable[..., None]:
 
     Args:
         name: The function's name in ``libcuda.so.1``.
-        types: ctypes of its arguments.
     """
 
     def call(*arguments: Any) -> None:

@@ -32,7 +32,6 @@ class PeakMemory:
     ``torch.cuda.reset_peak_memory_stats`` meanwhile.
 
     Args:
-        device: Device to measure.
         trim: On the CPU, return freed heap memory to the kernel first; work that reuses it would not show.  What the
             process needs again afterwards it faults in again, a quarter of a second for each GB.
     """
@@ -96,18 +95,14 @@ def _look(device: torch.device, field: str, which: str) -> tuple[int, int]:
     ``field`` names the figure in Linux's status of a process, ``which`` that of torch's allocator.
     """
     if device.type == "cuda":
-        return _allocated_bytes(device, which), 0
+        # ``torch.cuda.memory_allocated`` would flatten and sort hundreds of figures for this one.
+        found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        return found.get(which, 0), 0
     status = {name: rest for name, _, rest in (line.partition(":") for line in _STATUS.read_text().splitlines())}
     found = {name: int(status[name].split()[0]) * 1024 for name in (field, "RssFile") if name in status}
     if _Sampler.running():
         found[field] = max(_Sampler.peak_bytes, _statm_bytes()) if which == "peak" else _statm_bytes()
     return found[field] if field in found else _statm_bytes(), found.get("RssFile", 0)
-
-
-def _allocated_bytes(device: torch.device, which: str) -> int:
-    """Reads one figure; ``torch.cuda.memory_allocated`` would flatten and sort hundreds for it."""
-    found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
-    return found.get(which, 0)
 
 
 def _statm_bytes() -> int:

@@ -57,7 +57,8 @@ def trace_of(updates: Sequence[Update]) -> dict[str, Any]:
             row = rows.get((track.process, track.name))
             if row is None:
                 row = rows[track.process, track.name] = first_row + 1 + len(rows)
-                events += _thread(pid, row, _label(track), row)
+                error = f" (clock ± {track.clock_error_us / 1e3:.3g} ms)" if track.clock_error_us else ""
+                events += _thread(pid, row, track.name + error, row)
             events += _spans(track, pid, row, start_us)
         events += _arrows(update.timeline, pids, rows, start_us, number)
     return {
@@ -75,12 +76,6 @@ def write(path: str | Path, updates: Sequence[Update]) -> Path:
     path = Path(path)
     path.write_bytes(msgspec.json.encode(trace_of(updates)))
     return path
-
-
-def _label(track: Track) -> str:
-    if not track.clock_error_us:
-        return track.name
-    return f"{track.name} (clock ± {track.clock_error_us / 1e3:.3g} ms)"
 
 
 def _process(pid: int, name: str, order: int) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class Channel:
         """
         if meeting == "nccl-id":
             nccl_binding()  # here, not in ``connect``, because no engine is paused yet
-        self._links = list(links)
+        self.links = list(links)
         self._meeting: Meeting = meeting
         self._device = device
         self._host = host
@@ -98,19 +98,14 @@ class Channel:
         self.resent_bytes = 0
 
     @property
-    def links(self) -> Sequence[Link]:
-        """The targets in this cell."""
-        return self._links
-
-    @property
     def can_resume(self) -> bool:
         """True if all its targets can take buckets again, so that it can be rebuilt within an update."""
-        return all(link.can_resume for link in self._links)
+        return all(link.can_resume for link in self.links)
 
     @property
     def is_stuck(self) -> bool:
         """True if it was rebuilt, and again, and no bucket has arrived at all its targets since."""
-        return self._rebuilds >= _REBUILDS and min(link.sent for link in self._links) <= self._went_back_to
+        return self._rebuilds >= _REBUILDS and min(link.sent for link in self.links) <= self._went_back_to
 
     def begin(self) -> None:
         """Starts an update, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
@@ -135,7 +130,7 @@ class Channel:
 
     def leave_out(self, urls: Collection[str]) -> None:
         """Drops targets of a cell that has failed."""
-        self._links = [link for link in self._links if link.url not in urls]
+        self.links = [link for link in self.links if link.url not in urls]
 
     def take_back(self) -> int:
         """Makes the targets of a failed cell forget what not all of them have taken; returns the next bucket's index.
@@ -143,16 +138,16 @@ class Channel:
         ``connect`` must follow.  A WeightcastError names targets that cannot be asked, or refuse.
         """
         self.settle()  # replies that failed stay due
-        first = min(link.sent for link in self._links)
-        errors = try_each(lambda link: link.resume(first, timeout_s=self._timeout_s), self._links)
-        refusing = [link for link, error in zip(self._links, errors, strict=True) if isinstance(error, TargetRejected)]
+        first = min(link.sent for link in self.links)
+        errors = try_each(lambda link: link.resume(first, timeout_s=self._timeout_s), self.links)
+        refusing = [link for link, error in zip(self.links, errors, strict=True) if isinstance(error, TargetRejected)]
         raise_together([error for error in errors if not isinstance(error, TargetRejected)])
         if refusing:
             # An engine whose own loader has taken a part of a tensor can go back to the beginning only.  One that
             # refuses this too is left out, and the others need not go as far.
             raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), refusing))
             log.info("all of a cell go back to the first bucket: %s", refusing[0].url)
-            others = [link for link in self._links if link not in refusing]
+            others = [link for link in self.links if link not in refusing]
             raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), others))
             first = 0
         self.close()
@@ -193,7 +188,7 @@ class Channel:
             self.close()
         self._store = Rendezvous(host=self._host, timeout_s=self._timeout_s)
         rank = self._trainers or 1
-        for link in self._links:
+        for link in self.links:
             link.group_rank = rank
             rank += len(link.members)
         self._invited = Invited(
@@ -204,7 +199,7 @@ class Channel:
             world_size=rank,
             first=self._due,
             begun=self._begun,
-            reads=tuple(link.reads[member] for link in self._links for member in link.members if link.reads),
+            reads=tuple(link.reads[member] for link in self.links for member in link.members if link.reads),
         )
         return self._invited
 
@@ -220,13 +215,13 @@ class Channel:
         meeting, name, token, rank = self._store, invited.group, invited.token, invited.world_size
         assert meeting is not None
         unique_id = new_unique_id() if self._meeting == "nccl-id" else b""
-        for link in self._links:
+        for link in self.links:
             if unique_id and isinstance(link.adapter, Storing):
                 for key, value in link.adapter.stored(unique_id).items():
                     cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
         refused, on_gpu = threading.Event(), self._device.type == "cuda"
         deadline = time.monotonic() + self._timeout_s  # engines start later, so their deadlines end later
-        joining = [link for link in self._links if link.members]
+        joining = [link for link in self.links if link.members]
         joins = event_loop.submit(
             [
                 _join(
@@ -338,7 +333,7 @@ class Channel:
                     timeout_s=self._timeout_s,
                     bucket=index,
                 )
-                for link in self._links
+                for link in self.links
             ]
         )
 
@@ -362,8 +357,8 @@ class Channel:
                     self._begun = max(self._begun, index + 1)
                 for work in works:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
-                self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
-            if any(link.near or any(link.reads) for link in self._links):
+                self.links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
+            if any(link.near or any(link.reads) for link in self.links):
                 wait(posts)  # ranks may still read the bucket in memory
                 look_for_refusals()
         except BaseException as error:
@@ -431,7 +426,7 @@ class Channel:
             error,
             posts,
             f"bucket {index}",
-            links=self._links,
+            links=self.links,
             timeout_s=self._timeout_s,
             tells_group_failure=self._meeting == "weightcast",
             first=answered,
@@ -463,7 +458,7 @@ class Channel:
     def close(self) -> None:
         """Closes the group on both sides; safe to call twice."""
         if self._group is not None:
-            leave_all(self._links, self._group.name)
+            leave_all(self.links, self._group.name)
             self._group.close()
             self._group = None
         self._store = None
@@ -475,7 +470,7 @@ class Channel:
         waits for half an hour.  Engines that have answered are told to leave, which ends the waits for them.
         """
         if self._meeting == "torch" and self._device.type == "cpu":
-            answered = [link for link, post in zip(self._links, posts, strict=True) if post.done()]
+            answered = [link for link, post in zip(self.links, posts, strict=True) if post.done()]
             leave_all(answered, name)
 
     def _absent(self, links: Sequence[Link], meeting: Rendezvous, token: str, world_size: int) -> dict[str, list[int]]:

@@ -92,12 +92,12 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
             kind = Zero3Exporter
         elif is_sharded_by_fsdp1(model):
             kind = Fsdp1Exporter
-        return kind(model, wire_dtype=dtype), _nothing
+        return kind(model, wire_dtype=dtype), lambda: None  # the caller owns the model
     if isinstance(model, str | os.PathLike):
         checkpoint = CheckpointExporter(os.fspath(model), wire_dtype=dtype)
         return checkpoint, checkpoint.close
     if isinstance(model, Mapping):
-        return StateDictExporter(model, wire_dtype=dtype), _nothing
+        return StateDictExporter(model, wire_dtype=dtype), lambda: None
     if not all(hasattr(model, part) for part in ("device", "specs", "shards", "prepare", "fill")):
         raise ConfigError(
             f"an object of type {type(model).__name__} is no model that can be exported",
@@ -108,7 +108,7 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
             f"wire_dtype={wire_dtype!r} is for a module; {type(model).__name__} has dtypes of its own",
             hint=f"give it to the exporter: wire_dtype=torch.{wire_dtype}",
         )
-    return model, _nothing
+    return model, lambda: None
 
 
 def with_draft(
@@ -154,7 +154,7 @@ def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporte
         raise ConfigError(
             f"adapter={name!r} needs a model of PEFT, or an AdapterExporter(..., scaled=True) with its own wire_dtype"
         )
-    return exporter, _nothing, adapter_request(name, exporter.config, tuple(exporter.specs()))
+    return exporter, lambda: None, adapter_request(name, exporter.config, tuple(exporter.specs()))
 
 
 def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
@@ -165,7 +165,3 @@ def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
         if not callable(listener):
             raise ConfigError(f"on_event={listener!r} cannot be called", hint="pass a function of one event")
     return cast("tuple[Listener, ...]", listed)
-
-
-def _nothing() -> None:
-    """Closes nothing: the caller owns the model."""

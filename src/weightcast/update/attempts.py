@@ -133,7 +133,6 @@ class Attempts:
         return msgspec.structs.replace(result, report=report.with_timeline(ends.timeline))
 
     def _score(self, head: Head | None) -> AttemptResult:
-        """Compares the trainer's log-probabilities with the engines'."""
         scorer = cast(Scorer, self._exporter)
         mine, why = list[float](), ""
         try:

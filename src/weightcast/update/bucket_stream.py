@@ -153,7 +153,7 @@ class BucketStream:
             host=group.hosts[group.rank],
         )
         self._mapped = MappedShares(exporter, group)
-        self._boxes: tuple[bytes, ...] = ()
+        self.boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
         self._sent_parts: dict[int, tuple[tuple[Part, ...], Shared, tuple[Pack, ...], bytes]] = {}
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
@@ -284,17 +284,12 @@ class BucketStream:
             failures = self.exchange.join(invited)
         self._tell_failures(failures)
 
-    @property
-    def boxes(self) -> tuple[bytes, ...]:
-        """As for ``use_boxes``."""
-        return self._boxes
-
     def use_boxes(self, boxes: Sequence[bytes]) -> None:
         """Packs short runs from now on for engine ranks that read this rank's buffers.
 
         ``boxes`` has one ``encode_wanted`` for each kind of engine rank.
         """
-        self._boxes = tuple(boxes)
+        self.boxes = tuple(boxes)
         self._names = tuple(map(hash_of, boxes))
         self._packs = Packs([decode_wanted(one) for one in boxes], read=True)
         self._free_slots()  # other packs may need larger buffers
@@ -474,13 +469,13 @@ class BucketStream:
 
     def _pack_bytes(self, layout: BucketLayout) -> int:
         """Bytes of a bucket's packs, and of the gap before them."""
-        if not self._boxes:
+        if not self.boxes:
             return 0
         return ALIGNMENT_BYTES + self._packs.plan(layout, self._served.of(layout)).packed_bytes
 
     def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[Part, ...]) -> tuple[Pack, ...]:
         """Puts short runs together behind the bucket, for engine ranks that read this rank's buffer."""
-        if not self._boxes or bucket is None or slot is None or not parts:
+        if not self.boxes or bucket is None or slot is None or not parts:
             return ()
         layout = bucket.layout
         plan = self._packs.plan(layout, self._served.of(layout))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -269,13 +270,8 @@ class Plan:
         parts = list[Transport]()
         for spec in self.reach.of_each(links):
             its = [link for link in links if self.reach.of(link.url) is spec]
-            parts.append(self._build_one(spec, its, in_flight))
-        return parts[0] if len(parts) == 1 else MixedTransport(parts)
-
-    def _build_one(self, spec: TransportSpec, links: Sequence[Link], in_flight: int) -> Transport:
-        return spec.build(
-            Wiring(
-                links=links,
+            wiring = Wiring(
+                links=its,
                 specs=self._specs,
                 device=self._exporter.device,
                 config=self._config,
@@ -283,9 +279,10 @@ class Plan:
                 num_trainers=len(self._places),
                 in_flight=in_flight,
                 cell_ranks=self.most_ranks(spec),
-                address=lambda: _address_for(links),
+                address=partial(_address_for, its),
             )
-        )
+            parts.append(spec.build(wiring))
+        return parts[0] if len(parts) == 1 else MixedTransport(parts)
 
     def _gains_from_large_buckets(self, links: Sequence[Link]) -> bool:
         """True if every target maps buckets on a GPU with our receiver, and so takes no memory for them."""

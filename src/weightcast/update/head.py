@@ -80,7 +80,7 @@ class Head:
         self._outcomes: dict[str, Outcome] = {}
         self._phases: dict[str, float] = {}
         self._started = 0.0
-        self._version = 0
+        self.version = 0  # of the update that was begun last
         self._asked_at: float | None = None
         self._failure: WeightcastError | None = None
         self._targets = {target.url: target for target in targets}
@@ -110,7 +110,7 @@ class Head:
         ``must_be`` is the model digest that the weights must have, if they must.  ``only`` has the URLs of the targets
         that take part; None for all.
         """
-        self._version = version
+        self.version = version
         self.sessions.begin_update()
         for url in self._plan.urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
@@ -150,11 +150,6 @@ class Head:
         if late.failures:
             return AttemptResult(again=True)
         return AttemptResult(report=late.report(current, seconds=time.monotonic() - self._started))
-
-    @property
-    def version(self) -> int:
-        """The version of the update that was begun last."""
-        return self._version
 
     # -- one attempt
 
@@ -263,9 +258,8 @@ class Head:
         return {url: info for url, info in now.items() if not isinstance(info, EngineInfo)}
 
     def _leave_out(self, failures: Mapping[str, WeightcastError]) -> None:
-        """Leaves targets out of this update."""
         for url, failure in failures.items():
-            log.warning("%s takes no further part in version %s: %s", url, self._version, failure)
+            log.warning("%s takes no further part in version %s: %s", url, self.version, failure)
             self._outcomes[url].failed = failure
         self._excluded |= failures.keys()
 
@@ -405,7 +399,7 @@ class Head:
         untouched = not self.sessions.links and self._attempts <= 1
         if untouched or isinstance(error, WeightsChanged):
             return AttemptResult(failure=self._late.explain(Failure.of(error)))
-        return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
+        return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
 
     def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
         """Returns a remark for each target whose transport gives way to another; none if the update must fail."""
@@ -425,7 +419,7 @@ class Head:
         try:
             choice = self._plan.choose_again()
         except WeightcastError as error:
-            return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
+            return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
         return AttemptResult(again=True, choice=choice)
 
     def _conclude_failed(self, error: WeightcastError, text: str) -> AttemptResult:
@@ -435,7 +429,7 @@ class Head:
             words = switch_back(
                 self.sessions.links,
                 self._outcomes,
-                version=self._version,
+                version=self.version,
                 reason=str(error),
                 timeout_s=self._config.timeout_s,
             )
@@ -476,7 +470,7 @@ class Head:
             sent,
             self.sessions.links,
             self._outcomes,
-            version=self._version,
+            version=self.version,
             close_by_name=lambda link: self.sessions.close_one(link, by_name=True),
         )
 
@@ -505,16 +499,16 @@ class Head:
                 link.digest = digest
         moved_on = any(row.status == "serving" for row in rows)
         for row in rows:
-            self._roster.ended(row, version=self._version, moved_on=moved_on)
+            self._roster.ended(row, version=self.version, moved_on=moved_on)
         changed = None
         if moved_on:
-            self._roster.current = Current(version=self._version, digest=digest)
+            self._roster.current = Current(version=self.version, digest=digest)
             changed = self._verifier.served()
         rows = (*self._late.rows, *rows)
         phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
-            version=self._version,
+            version=self.version,
             transport=self._plan.reach.label(self.sessions.links),
             bytes=min(self.sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
             buckets=self.sessions.num_buckets,

@@ -354,7 +354,6 @@ class Sessions:
         return self._mending.cells if self._mending is not None else ()
 
     def _abort_each(self, links: Sequence[Link], reasons: Mapping[str, str]) -> None:
-        """Ends these targets' sessions, for a reason by URL."""
         if not links:
             return
         answers: dict[str, Ack | None] = {}

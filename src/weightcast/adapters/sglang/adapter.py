@@ -256,7 +256,6 @@ class SglangAdapter(StockAdapter):
             )
 
     def _pause_and_flush(self) -> Generator[EngineRequest, bytes, None]:
-        """Pauses the engine and flushes the cache of the old weights, before any weight changes."""
         if self._pause == "wait":
             yield from self._wait_for_requests()
         self._paused_at = time.monotonic()

@@ -42,7 +42,11 @@ class BaseVllmAdapter(StockAdapter, ABC):
         self._started = False
         self._paused_s = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
-        _refuse_stale_cache(message, self._facts, self._info.engine)
+        why = self._facts.never_emptied or self._facts.no_pause().get(message.pause)
+        if why:
+            raise ConfigError(
+                f"{self._info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
+            )
         self._wants_checksums = message.digest == "sha256" and message.verify != "none"
         self._checksums = (yield from checksums()) if self._wants_checksums else {}
         started = time.monotonic()
@@ -106,9 +110,3 @@ class BaseVllmAdapter(StockAdapter, ABC):
 
     def _updating(self, *, checksum: str = "") -> Ack:
         return Ack(ok=True, state="updating", ranks=self._info.tp_size, checksum=checksum)
-
-
-def _refuse_stale_cache(message: Open, facts: Facts, engine: str) -> None:
-    why = facts.never_emptied or facts.no_pause().get(message.pause)
-    if why:
-        raise ConfigError(f"{engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed")

@@ -397,17 +397,14 @@ def reach(layer: Any) -> Reached:
         for key, tensor in vars(layer)[f"_{kind}"].items():
             if tensor is not None:
                 found.tensors[f"{kind}.{key}"] = tensor
-    own = {key: value for key, value in vars(layer).items() if not _is_internal(key)}
+    internal = ("_parameters", "_buffers", "_modules")
+    own = {key: it for key, it in vars(layer).items() if key not in internal and not key.endswith("_hooks")}
     for path, value in _inside(own, "", ()):
         if isinstance(value, torch.Tensor):
             found.tensors[path] = value
         else:
             found.numbers[path] = value
     return found
-
-
-def _is_internal(key: str) -> bool:
-    return key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks")
 
 
 def _inside(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor | float]]:

@@ -99,7 +99,8 @@ def warm_up(worker: Any) -> None:
     requests that waited for a switch begin together.
     """
     config = worker.vllm_config
-    captured = 0 if config.model_config.enforce_eager else _largest_captured(config.compilation_config)
+    sizes = getattr(config.compilation_config, "cudagraph_capture_sizes", None) or ()
+    captured = 0 if config.model_config.enforce_eager else max(map(int, sizes), default=0)
     sizes = batch_sizes(captured, int(config.scheduler_config.max_num_batched_tokens))
     for size in sizes:
         worker.model_runner._dummy_run(size, skip_eplb=True)
@@ -120,7 +121,3 @@ def _steps(largest: int) -> Iterator[int]:
         while size < min(end, largest):
             size += step
             yield size
-
-
-def _largest_captured(compilation: Any) -> int:
-    return max(map(int, getattr(compilation, "cudagraph_capture_sizes", None) or ()), default=0)

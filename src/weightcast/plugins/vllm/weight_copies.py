@@ -29,7 +29,7 @@ class OutsideReferences:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = _tensors_of(model)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         names = {_storage_of(tensor): name for name, tensor in tensors.items() if tensor.numel()}
         # The model's own tensors where they are now, so that a check walks through no modules: it is part of a commit.
         self._places = {name: _place_of(model, name) for name in names.values()}
@@ -150,10 +150,6 @@ def _check_mla(name: str, layer: nn.Module) -> None:
             f"{name} computes with its own copy of kv_b_proj ({kept}), which weightcast cannot update",
             hint="use another attention backend (--attention-backend), or vLLM's own weight transfer",
         )
-
-
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
