@@ -14,9 +14,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Listener
 from typing import ClassVar
 
@@ -192,7 +192,10 @@ class SwitchRank(ABC):
         self._switching = message
         self._applying = True
         try:
-            with self._own_stream(message):
+            # Copies and sums have a stream of their own, so that no step of the engine waits until they are over.  The
+            # exchange stays on the engine's stream, and waits for all of the device.  Whoever else writes weights does
+            # so on the default stream, and what it wrote is read now.
+            with self._beside.current(behind=not isinstance(message, Announce)), paced(self._pace):
                 ack = self.receiver.apply(message)
         finally:
             self._applying = False
@@ -238,16 +241,6 @@ class SwitchRank(ABC):
         if not wait([done], timeout_s).done:
             raise DeadlineExceeded(who=self.engine, waiting_for="its loop to switch weights", timeout_s=timeout_s)
         done.result()
-
-    @contextmanager
-    def _own_stream(self, message: Message) -> Generator[None]:
-        """Puts copies and sums on a stream of their own, so that no step of the engine waits until they are over.
-
-        The exchange stays on the engine's stream, and waits for all of the device.
-        """
-        # Whoever else writes weights does so on the default stream, and what it wrote is read now.
-        with self._beside.current(behind=not isinstance(message, Announce)), paced(self._pace):
-            yield
 
     def _let_a_step_begin(self) -> None:
         """Waits until the engine begins its next step, if it generates."""
