@@ -19,7 +19,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class HostMapper:
-    """Implements ``Mapper``.  Reserved addresses without memory end a process that reads them, as on a GPU.
+    """Has the methods of ``CudaMapper``.  Reserved addresses without memory end a process that reads them, as on a GPU.
 
     Attributes:
         live: Memory that exists, by handle, with its size.

@@ -38,8 +38,7 @@ def watch(targets: Sequence[Target], *, interval_s: float, timeout_s: float, as_
     looks = [_Look(target, interval_s=interval_s, timeout_s=timeout_s) for target in targets]
     with ExitStack() as stack:
         try:
-            live = sys.stdout.isatty() and not as_json
-            show = stack.enter_context(_LiveTable()) if live else _Changes(as_json=as_json)
+            show = _live_table(stack) if sys.stdout.isatty() and not as_json else _Changes(as_json=as_json)
             for look in looks:
                 look.start()
             while True:
@@ -69,24 +68,11 @@ class _Look:
             time.sleep(self._interval_s)
 
 
-class _LiveTable:
-    """A table that is drawn anew in its place."""
+def _live_table(stack: ExitStack) -> Show:
+    from rich.live import Live
 
-    def __init__(self) -> None:
-        from rich.live import Live
-
-        self._live = Live(auto_refresh=False, vertical_overflow="visible")
-        self._rates = TokenRates()
-
-    def __enter__(self) -> Show:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def __call__(self, found: Sequence[Observation]) -> None:
-        self._live.update(table_of(found, self._rates, width=self._live.console.width), refresh=True)
+    live, rates = stack.enter_context(Live(auto_refresh=False, vertical_overflow="visible")), TokenRates()
+    return lambda found: live.update(table_of(found, rates, width=live.console.width), refresh=True)
 
 
 class TokenRates:

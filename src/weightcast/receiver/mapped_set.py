@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weightcast.runtime.mapped_memory import LIVE, WAITING, MappedPair, Mapper
+from weightcast.runtime.mapped_memory import LIVE, WAITING, CudaMapper, MappedPair
 
 _ALIGNMENT_BYTES = 512  # as torch's own memory
 
@@ -21,7 +21,7 @@ _ALIGNMENT_BYTES = 512  # as torch's own memory
 class MappedSet:
     """Both copies of the parameters of one model that could be moved."""
 
-    def __init__(self, residents: Mapping[str, torch.Tensor], mapper: Mapper) -> None:
+    def __init__(self, residents: Mapping[str, torch.Tensor], mapper: CudaMapper) -> None:
         """Moves the parameters that nothing else shares memory with, and makes their second copies.
 
         The residents are on one device and without gaps.  It raises torch.OutOfMemoryError or DriverError.

@@ -19,7 +19,7 @@ from weightcast.digest.exchange import Exchange
 from weightcast.errors import ConfigError
 from weightcast.receiver.mapped_set import MappedSet
 from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.runtime.mapped_memory import CudaMapper, Mapper, can_map
+from weightcast.runtime.mapped_memory import CudaMapper, can_map
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 
@@ -65,7 +65,7 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
     return "host" if fits["host"] else "none"
 
 
-def mapper_of(device: torch.device) -> Mapper | None:
+def mapper_of(device: torch.device) -> CudaMapper | None:
     """Returns the mapper of a device's memory; None if there is none."""
     return CudaMapper(device) if can_map(device) else None
 

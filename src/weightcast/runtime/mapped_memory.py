@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,49 +25,10 @@ _CAN_MAP = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
-class Mapper(Protocol):
-    """Maps memory of one device to addresses.  Each call raises the driver's error."""
-
-    granularity: int
-    """Sizes are multiples of so many bytes."""
-
-    def reserve(self, size_bytes: int) -> int:
-        """Returns the first of so many addresses that nothing else gets, without memory behind them."""
-        ...
-
-    def give_back(self, address: int, size_bytes: int) -> None:
-        """Ends ``reserve``."""
-        ...
-
-    def create(self, size_bytes: int) -> int:
-        """Returns the handle of new memory; raises ``torch.OutOfMemoryError`` if there is too little."""
-        ...
-
-    def destroy(self, memory: int) -> None:
-        """Frees memory that is mapped nowhere."""
-        ...
-
-    def map(self, address: int, size_bytes: int, memory: int) -> None:
-        """Puts memory behind reserved addresses, or changes nothing if that fails."""
-        ...
-
-    def unmap(self, address: int, size_bytes: int) -> None:
-        """Takes the memory away from addresses that nothing reads or writes meanwhile."""
-        ...
-
-    def tensor(self, address: int, size_bytes: int, owner: object) -> torch.Tensor:
-        """Returns a flat uint8 tensor at an address, which keeps ``owner`` alive."""
-        ...
-
-    def wait(self) -> None:
-        """Waits for all work on the device."""
-        ...
-
-
 class MappedPair:
     """A live and a waiting range of one size.  Tensors in it keep it alive; both ranges are freed with it."""
 
-    def __init__(self, size_bytes: int, mapper: Mapper) -> None:
+    def __init__(self, size_bytes: int, mapper: CudaMapper) -> None:
         """Reserves the addresses; ``fill`` puts memory behind them."""
         self._mapper = mapper
         self.size_bytes = -(-size_bytes // mapper.granularity) * mapper.granularity
@@ -148,7 +109,7 @@ class MappedPair:
 
 
 def _free(
-    mapper: Mapper, addresses: list[int], size_bytes: int, wanted: list[int | None], mapped: list[int | None]
+    mapper: CudaMapper, addresses: list[int], size_bytes: int, wanted: list[int | None], mapped: list[int | None]
 ) -> None:
     mapper.wait()
     for address, memory in zip(addresses, mapped, strict=True):
@@ -207,7 +168,7 @@ _get_attribute = driver_call("cuDeviceGetAttribute", ctypes.POINTER(ctypes.c_int
 
 
 class CudaMapper:
-    """Implements ``Mapper`` for one GPU, on which a CUDA context exists."""
+    """Maps memory of one GPU, on which a CUDA context exists, to addresses.  Each call raises the driver's error."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -216,22 +177,22 @@ class CudaMapper:
         granularity = _SIZE()
         with current(device):
             _get_granularity(ctypes.byref(granularity), ctypes.byref(self._properties), _RECOMMENDED)
-        self.granularity = granularity.value
+        self.granularity = granularity.value  # sizes are multiples of so many bytes
 
     def reserve(self, size_bytes: int) -> int:
-        """Implements ``Mapper.reserve``."""
+        """Returns the first of so many addresses that nothing else gets, without memory behind them."""
         address = _U64()
         with current(self._device):
             _reserve(ctypes.byref(address), size_bytes, 0, 0, 0)
         return address.value
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """Implements ``Mapper.give_back``."""
+        """Ends ``reserve``."""
         with current(self._device):
             _give_back(address, size_bytes)
 
     def create(self, size_bytes: int) -> int:
-        """Implements ``Mapper.create``."""
+        """Returns the handle of new memory; raises ``torch.OutOfMemoryError`` if there is too little."""
         memory = _U64()
         with current(self._device):
             try:
@@ -246,12 +207,12 @@ class CudaMapper:
         return memory.value
 
     def destroy(self, memory: int) -> None:
-        """Implements ``Mapper.destroy``."""
+        """Frees memory that is mapped nowhere."""
         with current(self._device):
             _release(memory)
 
     def map(self, address: int, size_bytes: int, memory: int) -> None:
-        """Implements ``Mapper.map``."""
+        """Puts memory behind reserved addresses, or changes nothing if that fails."""
         with current(self._device):
             _map(address, size_bytes, 0, memory, 0)
             try:
@@ -262,16 +223,16 @@ class CudaMapper:
                 raise
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Implements ``Mapper.unmap``."""
+        """Takes the memory away from addresses that nothing reads or writes meanwhile."""
         with current(self._device):
             _unmap(address, size_bytes)
 
     def tensor(self, address: int, size_bytes: int, owner: object) -> torch.Tensor:
-        """Implements ``Mapper.tensor``."""
+        """Returns a flat uint8 tensor at an address, which keeps ``owner`` alive."""
         return torch.as_tensor(_Span(address, size_bytes, owner), device=self._device)
 
     def wait(self) -> None:
-        """Implements ``Mapper.wait``."""
+        """Waits for all work on the device."""
         torch.cuda.synchronize(self._device)
 
 
