@@ -36,28 +36,23 @@ HtmlFile = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", help="Also write a self-contained page with plots."),
 ]
-JSON_KEY = "weightcast.json"
+JSON_KEY = "weightcast.as_json"
 STACK_KEY = "weightcast.traceback"
 
 
-def _remember_json(context: typer.Context, value: bool) -> bool:
-    context.meta[JSON_KEY] = value
-    return value
-
-
-def _remember_stack(context: typer.Context, value: bool) -> bool:
-    context.meta[STACK_KEY] = value
+def _remember(context: typer.Context, option: typer.CallbackParam, value: bool) -> bool:
+    context.meta[f"weightcast.{option.name}"] = value
     return value
 
 
 # Eager, so that they are known when another option is rejected.
 Json = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON document on stdout.", callback=_remember_json, is_eager=True),
+    typer.Option("--json", help="Print one JSON document on stdout.", callback=_remember, is_eager=True),
 ]
 Traceback = Annotated[
     bool,
-    typer.Option("--traceback", help="Show the Python stack of an error.", callback=_remember_stack, is_eager=True),
+    typer.Option("--traceback", help="Show the Python stack of an error.", callback=_remember, is_eager=True),
 ]
 ApiKeys = Annotated[
     list[str] | None,

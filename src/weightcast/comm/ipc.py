@@ -270,10 +270,15 @@ def host_id_of(url: str) -> str:
 def is_here(name: str) -> bool:
     """Returns True for an address of this host: a packet to such an address also comes from it."""
     try:
-        family, _, _, _, there = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)
-            here = str(probe.getsockname()[0])
+        here, there = route_to(name, 9)
     except OSError:
         return False
-    return here == str(there[0]) or here.startswith("127.")
+    return here == there or here.startswith("127.")
+
+
+def route_to(host: str, port: int) -> tuple[str, str]:
+    """This host's address on the route to another host, and that host's; OSError without one.  Sends no packet."""
+    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0]), str(there[0])

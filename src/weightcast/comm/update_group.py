@@ -9,7 +9,6 @@ the whole process when an NCCL operation fails or passes that timeout, so these 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from weightcast.comm import told_words
 from weightcast.comm.group_moves import Move, Relay, Tags, call_apart, chains, hang_up, start_apart, start_moves
+from weightcast.comm.ipc import route_to
 from weightcast.comm.rendezvous import (
     AbortNotice,
     GroupFailed,
@@ -52,12 +52,9 @@ _relay = msgspec.json.Decoder(Relay)
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """This host's address on the route to another host; GroupFailed if there is none.  Sends no packet."""
+    """This host's address on the route to another host; GroupFailed if there is none."""
     try:
-        family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)
-            return str(probe.getsockname()[0])
+        return route_to(host, port)[0]
     except OSError as error:
         raise GroupFailed(f"no route to {host}: {error}") from error
 

@@ -29,11 +29,6 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def plain(value: float) -> str:
-    """Formats a number without a unit."""
-    return digits(value)
-
-
 def count_of(count: int, word: str) -> str:
     """Returns ``"1 rank"``, ``"2 ranks"``."""
     return f"{count} {word}{'' if count == 1 else 's'}"

@@ -161,18 +161,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 T = TypeVar("T")
 
-_decoder = msgspec.msgpack.Decoder(Command)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(value: Command | Chosen | Scores | Description | Done) -> bytes:
-    """Encodes a command or an answer."""
-    return _encoder.encode(value)
-
-
-def decode_command(data: bytes) -> Command:
-    """Decodes a command, which only our own scheduler makes."""
-    return _decoder.decode(data)
+encode = msgspec.msgpack.Encoder().encode  # a command or an answer
+decode_command = msgspec.msgpack.Decoder(Command).decode  # only our own scheduler makes commands
 
 
 def decode_answer(data: bytes, kind: type[T]) -> T:

@@ -63,6 +63,4 @@ def wait_for_all(limit_s: float) -> list[str]:
     return [thread.name for thread in alive if thread.is_alive()]
 
 
-@atexit.register
-def _at_the_end() -> None:
-    wait_for_all(LAST_WAIT_S)
+atexit.register(wait_for_all, LAST_WAIT_S)

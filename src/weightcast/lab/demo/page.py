@@ -11,7 +11,7 @@ from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Tile
 from weightcast.page.svg import of_series
 from weightcast.page.updates import engine_lines, phase_columns, stall_lines, versions_served
-from weightcast.page.words import plain, seconds, size
+from weightcast.page.words import digits, seconds, size
 
 _STEP_COLOURS = {"generate": "s2", "train": "s5", "update": "s8"}
 
@@ -74,7 +74,7 @@ def _reward(modes: list[ModeRecord]) -> Figure:
         steps,
         {name: [found.get(step) for step in steps] for name, found in rewards.items()},
         colours=of_series(rewards),
-        show=plain,
+        show=digits,
         x_title="step",
         high=1.0,
         wide=True,
