@@ -90,9 +90,7 @@ REAL = {
     "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm(
         "gpu-vllm-experts-h200", "moe", "direct, idle, in_place"
     ),
-    "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang(
-        "gpu-sglang-h200", "qwen3-8b", "receiver, direct, idle"
-    ),
+    "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang("gpu-sglang-h200", "qwen3-8b", "receiver, direct, idle"),
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
         "gpu-sglang-h200", "qwen3-30b-a3b-16-layers", "receiver, direct, idle"
     ),
