@@ -17,7 +17,7 @@ from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
-pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(240)]
+pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(500)]
 
 SMALL: dict[str, Any] = {
     "hidden_size": 512,
