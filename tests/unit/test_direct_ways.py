@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import msgspec
@@ -184,7 +185,7 @@ def test_folders_and_checkpoint_engine_reach_the_heads_host_alone() -> None:
 
 @pytest.fixture
 def nixl_here(monkeypatch):
-    monkeypatch.setattr(nixl, "find_spec", lambda name: name)
+    monkeypatch.setattr(nixl, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
 
 
 @pytest.mark.parametrize("trainer", ["cpu", "GPU-1"])
