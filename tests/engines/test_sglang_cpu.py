@@ -245,7 +245,8 @@ class TestMore:
     """Tests for which `make test` has no time."""
 
     @pytest.fixture(scope="class")
-    def more(self, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    @classmethod
+    def more(cls, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         logs = tmp_path_factory.mktemp("logs")
         with sglang(
             logs, (folders["dense"], 1, ("--admin-api-key=secret", "--disable-radix-cache")), (folders["moe"], 1, ())
