@@ -30,6 +30,12 @@ def test_a_slot_that_vllm_no_longer_counts_is_noticed(said: dict[str, Any]) -> N
     assert "whether the adapter's slot counts in model.layers.0.mlp.experts" in said["changed"]
 
 
+def test_quantised_experts_are_refused_by_their_own_method(said: dict[str, Any]) -> None:
+    assert (
+        "does not support: Fp8MoEMethod inside FusedMoEModularMethod, as vLLM has it with --enable" in said["quantised"]
+    )
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

@@ -17,9 +17,12 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from weightcast.errors import EngineFailure, Refused
+from weightcast.errors import ConfigError, EngineFailure, Refused
 from weightcast.plugins.vllm.lora_slot import LoraSlot
+from weightcast.plugins.vllm.packed_weights import _kind
 from weightcast.receiver.coverage import uncovered
 from weightcast.receiver.recorder import record_routes
 from weightcast.wire.adapters import AdapterRequest
@@ -157,6 +160,18 @@ class Rig:
         return ["", False]
 
 
+def of_quantised_experts() -> str:
+    """Words of the refusal at the start, for experts in fp8 below a LoRA wrapper."""
+    method: Any = FusedMoEModularMethod.__new__(FusedMoEModularMethod)
+    nn.Module.__init__(method)
+    method.old_quant_method = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    try:
+        _kind("experts", nn.Module(), method, torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if part not in name}
 
@@ -174,6 +189,7 @@ def main() -> None:
         said[f"stacked, interleaved, {where}"] = Rig(three, family="GptOssForCausalLM", **at).compared(stacked())
         said[f"stacked, in layers for both, {where}"] = Rig(two, mixed=True, **at).compared(stacked())
     alone = {"rank": 0, "ranks": 1}
+    said["quantised"] = of_quantised_experts()
     said["changed"] = Rig(two, **alone).changed()
     other = by_expert(2)
     uneven = {name: other[name] if ".2.up_proj." in name else tensor for name, tensor in by_expert().items()}

@@ -265,6 +265,9 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
             return "experts"
         if all(dict(layer.named_parameters())[key].shape == meta.shape for key, meta in _recorded(layer).items()):
             return "experts in place"
+    below = getattr(method, "old_quant_method", None)
+    if below is not None:
+        why = f"{type(below).__name__} inside {type(method).__name__}, as vLLM has it with --enable-lora"
     raise ConfigError(
         f"{name} transforms its weights in a way that weightcast does not support: {why or type(method).__name__}",
         hint="use a model in bfloat16, in fp8 (blocks, tensors, channels or online), or in NVFP4 or MXFP8 for Marlin, "
