@@ -36,12 +36,23 @@ def test_update_may_contain_or_omit_an_optional_tensor() -> None:
             check_fits([engine], wrong)
 
 
-def test_a_draft_is_refused_for_an_engine_that_would_skip_it() -> None:
-    stock = link([], [])
-    stock.info.engine = "sglang 0.5.23"
-    check_fits([stock], [spec("w", 2)])
-    with pytest.raises(ConfigError, match=r"takes no draft model, and would skip draft\.w without a word"):
-        check_fits([stock], [spec("w", 2), spec("draft.w", 2)])
+def test_missing_and_unknown_tensors_are_both_named() -> None:
+    engine = link([spec(f"layers.{n}.q_proj", 2) for n in range(9)], [])
+    with pytest.raises(
+        ConfigError, match=r"missing layers\.0\.q_proj, .*; unknown to the engine: layers\.0\.qkv, .*"
+    ) as caught:
+        check_fits([engine], [spec(f"layers.{n}.qkv", 6) for n in range(9)])
+    assert "ModuleExporter(model, family=..., names=...)" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("listed", [[], [spec("w", 2)]], ids=["without a list", "with a list"])
+def test_a_draft_is_refused_for_an_engine_without_one(listed: list[TensorSpec]) -> None:
+    engine = link(listed, [])
+    engine.info.engine = "sglang 0.5.23"
+    check_fits([engine], [spec("w", 2)])
+    with pytest.raises(ConfigError, match=r"takes no draft model, and draft\.w belongs to one") as caught:
+        check_fits([engine], [spec("w", 2), spec("draft.w", 2)])
+    assert "leave draft= out" in str(caught.value.hint)
 
 
 class Table(tuple[TensorSpec, ...]):

@@ -118,8 +118,13 @@ def _check_cover(spec: TensorSpec, parts: StoredParts) -> None:
     if parts.cover():
         return
     found = ", ".join(f"{list(extent)} at {list(offset)}" for offset, extent in parts.corners())
+    if not found:
+        raise ConfigError(
+            f"{spec.name}: no trainer rank has the tensor that it comes from, {list(parts.shape)}",
+            hint="give one rank's module a tensor of that name, as the whole model has it",
+        )
     raise ConfigError(
-        f"{spec.name}: of the trainer's tensor {list(parts.shape)} the trainer ranks hold {found or 'nothing'}, "
+        f"{spec.name}: of the trainer's tensor {list(parts.shape)} the trainer ranks hold {found}, "
         "which is not the whole tensor exactly once",
         hint="every rank of the model's mesh must take part in the update",
     )

@@ -40,12 +40,17 @@ def _check_tables(
     link: Link, ours: Mapping[str, TensorSpec], required: Sequence[TensorSpec], optional: Sequence[TensorSpec]
 ) -> None:
     theirs = {spec.name: spec for spec in required}
-    if not theirs:
-        _check_no_draft(link, ours)
-        return
-    problems = [f"missing {name}" for name in theirs if name not in ours]
+    missing = [name for name in theirs if name not in ours]
     theirs |= {spec.name: spec for spec in optional}
-    problems += [f"unknown to the engine: {name}" for name in ours if name not in theirs]
+    if not any(name.startswith(DRAFT_PREFIX) for name in theirs):
+        _check_no_draft(link, ours)
+    if not required:
+        return
+    problems: list[str] = []
+    if missing:
+        problems.append(f"missing {some(missing)}")
+    if unknown := [name for name in ours if name not in theirs]:
+        problems.append(f"unknown to the engine: {some(unknown)}")
     for name, spec in ours.items():
         want = theirs.get(name)
         if want is not None and want.shape != spec.shape:
@@ -57,17 +62,18 @@ def _check_tables(
             f"these weights do not fit {link.url} ({link.info.model}): {some(problems, 6, joint='; ')}",
             hint="this engine updates its draft model too: connect(model, ..., draft=draft_model), or push --draft"
             if any(name.startswith(DRAFT_PREFIX) and name not in ours for name in theirs)
-            else "is it a checkpoint of the model that this engine serves?",
+            else "is it the model that this engine serves? If the trainer renames or fuses weights: "
+            "ModuleExporter(model, family=..., names=...)",
         )
 
 
 def _check_no_draft(link: Link, ours: Mapping[str, TensorSpec]) -> None:
-    """Refuses a draft's tensors for an engine that does not list its own: it would skip these names without a word."""
+    """Refuses a draft's tensors for an engine that lists none.  Stock engines would skip them without a word."""
     draft = next((name for name in ours if name.startswith(DRAFT_PREFIX)), None)
     if draft is not None:
         raise ConfigError(
-            f"{link.url} ({link.info.engine}) takes no draft model, and would skip {draft} without a word",
-            hint="leave draft= out; vLLM and SGLang with weightcast's plug-in update draft models if told so",
+            f"{link.url} ({link.info.engine}) takes no draft model, and {draft} belongs to one",
+            hint="leave draft= out; vLLM, SGLang and LMDeploy with weightcast's plug-in update draft models if told so",
         )
 
 
