@@ -69,7 +69,7 @@ class Sessions(RuleBasedStateMachine):
         super().__init__()
         self.bench = Bench(staging=self.staging, tp_size=self.tp_size)
         self.mortal = Mortal(self.bench)
-        self.bench.engine._executor = self.mortal
+        self.bench.engine.executor = self.mortal
         self.senders = [Sender(weights_of(1), version=1, bucket_bytes=BUCKET_BYTES)]
         self.buckets = len(self.senders[0].layouts)
         self.model = EngineModel(staged=self.staging != "none", buckets=self.buckets)

@@ -99,13 +99,15 @@ class Draft(ABC):
         """The tensors that each of the checkpoint's is loaded into; ``ConfigError`` if the loader does more."""
         specs = [TensorSpec.of(name, tensor) for name, tensor in checkpoint]
         before = _plain_tensors(self._model)
-        tables = {} if self._table is None else {TABLE: self._table}
-        recording = record_routes(self._load_own, specs, self._everything | tables)
+        recording = record_routes(self._load_own, specs, self._everything | self._tables())
         changed = [name for name, tensor in _plain_tensors(self._model).items() if before.get(name) is not tensor]
         if changed or recording.why:
             what = f"keeps {changed[0]}" if changed else f"computes with {next(iter(recording.why))}"
             raise self._refused(f"the loader of the draft {what}, which an update would not renew")
         return {name: {route.parameter for route in routes} for name, routes in recording.routes.items()}
+
+    def _tables(self) -> dict[str, torch.Tensor]:
+        return {} if self._table is None else {TABLE: self._table}
 
     def _computed(self) -> torch.Tensor:
         """The numbers that the engine is to compute with instead of the table."""
