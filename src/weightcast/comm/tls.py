@@ -51,7 +51,8 @@ def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str 
 
 def _show(context: ssl.SSLContext, what: str, cert_file: str, key_file: str | None) -> None:
     try:
-        context.load_cert_chain(cert_file, key_file, password=_no_password)
+        # OpenSSL would otherwise ask for the password on the terminal.
+        context.load_cert_chain(cert_file, key_file, password=lambda: "")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{what} {cert_file}{f' with key {key_file}' if key_file else ''}: {_why(error)}",
@@ -154,8 +155,3 @@ def _why(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason.lower().replace("_", " ") if error.reason else "not what it should be"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _no_password() -> str:
-    """Answers OpenSSL, which would otherwise ask for the password on the terminal."""
-    return ""

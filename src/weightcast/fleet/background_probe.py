@@ -69,7 +69,9 @@ class BackgroundProbe(Generic[Answer]):
                 break
             probe = probes[url]
             if not probe.answer:
-                await _wait(probe.answered, left_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await probe.answered.wait()
         return {url: self._take(url, probe) for url, probe in probes.items()}
 
     def ask_ahead(self, urls: Iterable[str], *, waited_s: float) -> None:
@@ -144,12 +146,6 @@ class BackgroundProbe(Generic[Answer]):
         probe.asked_at, probe.repeated = asked_at, repeated
         probe.answer[:] = [answer]
         probe.answered.set()
-
-
-async def _wait(answered: asyncio.Event, limit_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            await answered.wait()
 
 
 def is_silence(error: BaseException) -> bool:

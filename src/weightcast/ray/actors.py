@@ -73,7 +73,8 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
             except RayError as error:
                 if not failed:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-                failed[place_of[reference]] = _cause(error)
+                cause = error.cause if isinstance(error, RayTaskError) else None
+                failed[place_of[reference]] = cause if isinstance(cause, Exception) else error
     if not failed and not waiting:
         return [answers[place] for place in range(len(asked))]
     if failed and not waiting and all(isinstance(error, WeightcastError) for error in failed.values()):
@@ -96,12 +97,6 @@ def why_gone(error: Exception) -> str:
     reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[:1]
     words = reasons[0] if reasons else type(error).__name__
     return words.partition(" Some common causes include")[0]
-
-
-def _cause(error: RayError) -> Exception:
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return error
 
 
 def _how(error: Exception) -> str:

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
 
 _GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -51,10 +50,6 @@ def _end_with_this_process() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
-
-
 def _kill(session: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
@@ -62,5 +57,5 @@ def _kill(session: int) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):  # only the pipe ends this process
-        signal.signal(number, _ignore)  # not SIG_IGN, which the engine would inherit
+        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which the engine would inherit
     os._exit(keep(sys.argv[1:]))

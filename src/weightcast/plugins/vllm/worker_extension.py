@@ -99,7 +99,9 @@ class _Loading:
         if isinstance(message, Join):
             self._broadcast.join(message, rank=int(self._worker.rank))
         elif isinstance(message, Leave):
-            self._leave(message.group)
+            if message.group is not None:
+                self._broadcast.leave(message.group)
+            self._shared.close()
         elif isinstance(message, Announce):
             self._load(message)
         else:
@@ -138,11 +140,6 @@ class _Loading:
         if not isinstance(message.source, bucket_sources.BroadcastSource):
             raise Refused(f"this engine takes no bucket from a source of the kind {message.source.transport}")
         return self._broadcast.read(layout, message.source.group, timeout_s=_PATIENCE_S)
-
-    def _leave(self, group: str | None) -> None:
-        if group is not None:
-            self._broadcast.leave(group)
-        self._shared.close()
 
     def _configured(self) -> Any:
         from vllm.config import set_current_vllm_config
