@@ -16,19 +16,30 @@ import ssl
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from weightcast.comm import event_loop
-from weightcast.comm.http_answer import Answer
 from weightcast.runtime.deadline import Deadline
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 _Name = tuple[str, int]
-_Found = list[Address] | BaseException
+_Answer = list[Address] | BaseException
 
 _READ_BYTES = 256 << 10
 _MAX_THREADS = 32
+
+
+class Listener(Protocol):
+    """Hears what arrives on a connection.  Each method is called on the event loop."""
+
+    def received(self, data: bytes) -> None:
+        """Takes bytes."""
+        ...
+
+    def ended(self, error: Exception | None) -> None:
+        """Nothing more arrives: the other end has closed the connection, or it broke."""
+        ...
 
 
 class Connection:
@@ -40,7 +51,7 @@ class Connection:
         self._end = end
         # asyncio adds a file by a failed look-up, whose error spells the file: two system calls for a socket.
         self._number = end.fileno()
-        self._listener: Answer | None = None
+        self._listener: Listener | None = None
         self._unsent = memoryview(b"")
         self._tls: ssl.SSLObject | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -76,7 +87,7 @@ class Connection:
             await event_loop.within(self._more, deadline)
         self._more, self._tls = None, tls
 
-    def listen(self, listener: Answer | None) -> None:
+    def listen(self, listener: Listener | None) -> None:
         """Hands what arrives from now on to a listener; None closes the connection as soon as anything arrives."""
         self._listener = listener
 
@@ -280,11 +291,11 @@ class _Resolver:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[_Name, list[asyncio.Future[_Found]]] = {}
+        self._waiting: dict[_Name, list[asyncio.Future[_Answer]]] = {}
         self._queue = deque[_Name]()
         self._threads = 0
 
-    def ask(self, name: _Name, found: asyncio.Future[_Found]) -> None:
+    def ask(self, name: _Name, found: asyncio.Future[_Answer]) -> None:
         if name in self._waiting:
             self._waiting[name].append(found)
             return
@@ -299,14 +310,14 @@ class _Resolver:
             threading.Thread(target=self._run, args=(name,), name="weightcast-resolve", daemon=True).start()
 
     def _run(self, name: _Name) -> None:
-        answer: _Found
+        answer: _Answer
         try:
             answer = _look_up(name)
         except BaseException as error:  # noqa: BLE001  ``resolve`` raises it
             answer = error
         self._loop.call_soon_threadsafe(self._answered, name, answer)
 
-    def _answered(self, name: _Name, answer: _Found) -> None:
+    def _answered(self, name: _Name, answer: _Answer) -> None:
         self._threads -= 1
         for found in self._waiting.pop(name):
             if not found.done():

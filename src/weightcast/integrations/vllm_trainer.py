@@ -19,7 +19,7 @@ the receiver's own routes, so it needs none of vLLM's development routes, and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -119,12 +119,7 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
             for meta in source.metadata()
         ]
         device = torch.device(init_info.device) if init_info.device is not None else _device_of(source)
-        exporter = BridgeExporter(
-            lambda: ((name, tensor.detach()) for name, tensor in source),
-            specs=specs,
-            wire_dtype=wire_dtype,
-            device=device,
-        )
+        exporter = BridgeExporter(lambda: _stream(source), specs=specs, wire_dtype=wire_dtype, device=device)
         return cls(
             client=client,
             source=source,
@@ -146,6 +141,11 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
     def shutdown(self) -> None:
         """Closes groups, buffers and connections.  Safe to call twice."""
         self._updater.close()
+
+
+def _stream(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in source:
+        yield name, tensor.detach()
 
 
 def _device_of(source: WeightSource) -> torch.device:
