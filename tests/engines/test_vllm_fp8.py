@@ -118,7 +118,6 @@ def run(folder: Path, *words: str) -> Any:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
     }
     done = subprocess.run(
         [str(engine_python("vllm-0.32.0-cpu")), "-m", *words],

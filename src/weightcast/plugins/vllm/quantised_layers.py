@@ -169,7 +169,6 @@ class QuantisedLayer:
         """
         self.name = name
         self._layer = layer
-        self._device = device
         self._always = always
         self.unread = frozenset(key for key in _UNREAD if key in made)
         trial = {key: _made_real(meta, layer, device) for key, meta in made.items()}
@@ -332,7 +331,9 @@ class QuantisedLayer:
         twin.quant_method = method = _own_method(self._layer.quant_method)
         if "scheme" in inside:
             twin.scheme = _own_method(inside["scheme"])
-        with torch.no_grad(), self._device:
+        # Not inside of ``torch.device``: vLLM calls its methods outside of it too, and torch.compile then recurses without
+        # end over a parameter of vLLM's classes.
+        with torch.no_grad():
             method.process_weights_after_loading(twin)
         return reach(twin)
 
