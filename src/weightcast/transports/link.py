@@ -43,6 +43,11 @@ def margin_s(timeout_s: float) -> float:
     return min(_MARGIN_S, 0.5 + timeout_s / 4)
 
 
+def _has_ended(error: WeightcastError) -> bool:
+    """True if nothing listens there any more: an engine that has ended keeps no memory."""
+    return error.__cause__ is not None and isinstance(error.__cause__.__cause__, ConnectionRefusedError)
+
+
 @dataclass(slots=True, kw_only=True)
 class Link:
     """A target that takes part in updates.
@@ -149,8 +154,7 @@ class Link:
         found: list[Shared] = []
         for buffer in buffers:
             host = buffer.host or host_id()
-            ranks = tuple(rank for rank in self.near if self.info.hosts[rank] == host)
-            if ranks:
+            if ranks := tuple(rank for rank in self.near if self.info.hosts[rank] == host):
                 found.append(Shared(memory=buffer.memory, ranks=ranks))
         return found
 
@@ -227,17 +231,13 @@ class Link:
         return self._awaited.get(bucket - 1) if answered_at is None else answered_at
 
     async def leave(self, group: str | None) -> None:
-        """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.
-
-        A failure becomes a note, unless nothing listens there any more: an engine that has ended keeps no memory.
-        """
+        """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
         try:
             await self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
-            if error.__cause__ and isinstance(error.__cause__.__cause__, ConnectionRefusedError):
-                return
             what = f"leave the group {group}" if group is not None else "unmap the trainer's buffers"
-            self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
+            if not _has_ended(error):
+                self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
 
     def take_notes(self) -> tuple[str, ...]:
         """Returns the notes since the last call, each once."""

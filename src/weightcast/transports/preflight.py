@@ -199,8 +199,8 @@ def choose_transport(asked: SpecName, placement: Placement, *, without: Collecti
         if spec.name not in info.transports:
             ways = ", ".join(info.transports)
             raise ConfigError(
-                f"{url} ({info.engine}) takes no update "
-                + (f"by {spec.name}, only by {ways}" if ways else "as it was started"),
+                f"{url} ({info.engine}) "
+                + (f"takes no update by {spec.name}, only by {ways}" if ways else "takes no update as it was started"),
                 hint=info.message
                 or "docs/engines/matrix.md lists the transports of each engine; choose one with --via",
             )
