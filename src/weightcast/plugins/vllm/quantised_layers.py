@@ -331,8 +331,8 @@ class QuantisedLayer:
         twin.quant_method = method = _own_method(self._layer.quant_method)
         if "scheme" in inside:
             twin.scheme = _own_method(inside["scheme"])
-        # Not inside of ``torch.device``: vLLM calls its methods outside of it too, and torch.compile recurses without end
-        # over a parameter of vLLM's classes there.
+        # Not inside of ``torch.device``: vLLM does not do so either, and torch.compile recurses without end over a
+        # parameter of vLLM's classes there.
         with torch.no_grad():
             method.process_weights_after_loading(twin)
         return reach(twin)
