@@ -129,6 +129,25 @@ def _reason(log: Path) -> str:
     return " | ".join([line for line in lines if "rror" in line][-4:])[-1500:]
 
 
+def pushed(server: Server, model: Path, version: int) -> dict[str, Any]:
+    """The target's row after a proven update to a checkpoint in bfloat16, by a trainer on the first GPU."""
+    result = train(
+        ["cuda:0"],
+        [server.url],
+        transport="ipc",
+        model=model,
+        dtype="bfloat16",
+        versions=str(version),
+        bucket_bytes=BUCKET_BYTES,
+        verify="resident",
+        timeout=120.0,
+    )
+    assert result["ok"], result
+    [row] = result["reports"][0]["targets"]
+    assert (row["status"], row["version_after"], row["not_updated"]) == ("serving", version, []), row
+    return row
+
+
 class Engine(Protocol):
     """How a kind of engine is asked."""
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.engines.expert_adapters import ExpertAdapters, train
-from tests.gpu.servers import BUCKET_BYTES, PROMPTS, Record, Server
-from tests.gpu.test_updates_gpu import train as update_model
+from tests.gpu.servers import PROMPTS, Record, Server, pushed
 from tests.gpu.test_vllm_gpu import Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
@@ -101,19 +100,6 @@ def test_adapters_of_experts_and_the_model_below_them_are_updated(
                 assert min(off_by(found, other) for other in (from_folder[1 - index], plain)) > OTHER
             record("apart", apart)
         for version, index in ((1, 1), (2, 0)):
-            result = update_model(
-                ["cuda:0"],
-                [server.url],
-                transport="ipc",
-                model=folders[index],
-                dtype="bfloat16",
-                versions=str(version),
-                bucket_bytes=BUCKET_BYTES,
-                verify="resident",
-                timeout=120.0,
-            )
-            assert result["ok"], result
-            [row] = result["reports"][0]["targets"]
-            assert (row["proof"], row["version_after"], row["not_updated"]) == ("resident", version, []), row
+            assert pushed(server, folders[index], version)["proof"] == "resident"
             assert (Vllm().answers(server) == answers) == (index == 0)
         assert off_by(scores(server, "alice"), from_folder[1]) < SAME

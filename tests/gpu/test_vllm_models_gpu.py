@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.servers import BUCKET_BYTES, Record
-from tests.gpu.test_updates_gpu import train
+from tests.gpu.servers import Record, pushed
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
@@ -126,20 +125,7 @@ def test_what_kernels_hold_is_updated_too(
         assert all(old != new for old, new in zip(*answers, strict=True))
         rows: list[dict[str, Any]] = []
         for version, index in ((1, 1), (2, 0), (3, 1)):
-            result = train(
-                ["cuda:0"],
-                [server.url],
-                transport="ipc",
-                model=folders[index],
-                dtype="bfloat16",
-                versions=str(version),
-                bucket_bytes=BUCKET_BYTES,
-                verify="resident",
-                timeout=120.0,
-            )
-            assert result["ok"], result
-            [row] = result["reports"][0]["targets"]
-            assert (row["status"], row["version_after"], row["not_updated"]) == ("serving", version, []), row
+            row = pushed(server, folders[index], version)
             assert row["proof"] in ("resident", "partial"), row
             assert Vllm().answers(server) == answers[index]
             rows.append(row)
