@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -109,17 +110,25 @@ def with_parameter(tensor: torch.Tensor) -> nn.Module:
     return model
 
 
+def quantised() -> nn.Module:
+    """Embeddings stay a parameter; the weights of the linear layer are packed, and no list of parameters has them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this way will go, and that its own storage classes will
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), {nn.Linear})
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (meta, "meta device"),
         (lambda: nn.LazyLinear(3), "lazy"),
-        (lambda: with_parameter(torch.eye(3).to_sparse()), "dense"),
+        (lambda: with_parameter(torch.eye(3).to_sparse()), "only dense"),
+        (quantised, "1 is Linear of torch.ao.nn.quantized.dynamic"),
         (lambda: with_parameter(torch.randn(3, dtype=torch.complex64)), "complex64"),
         (lambda: with_parameter(torch.ones([1] * 9)), "9 dimensions"),
         (nn.Identity, "no parameters"),
     ],
-    ids=["meta", "lazy", "sparse", "complex", "nine", "empty"],
+    ids=["meta", "lazy", "sparse", "quantised", "complex", "nine", "empty"],
 )
 def test_tensors_that_cannot_be_sent_are_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):

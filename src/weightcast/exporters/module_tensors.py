@@ -236,6 +236,7 @@ class WatchedTensors:
 
 
 _KEPT_PLACES = 16
+_QUANTISED = "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 _local_of = attrgetter("_local_tensor")  # ``to_local`` takes a hundred times as long
 _spec_of = attrgetter("_spec")  # mesh, placements and whole shape
 
@@ -252,13 +253,19 @@ def places_of(
     With ``fsdp1``, modules that FSDP1 has wrapped are taken as they are.
 
     Raises:
-        ConfigError: The module is sharded in a way that cannot be sent, or has a parameter without a shape.
+        ConfigError: The module is sharded in a way that cannot be sent, or has weights that are no tensors with shapes.
     """
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and not fsdp1:
             raise ConfigError(
                 "the model is sharded with FSDP1",
                 hint="use Fsdp1Exporter, as connect(model) does, or shard it with torch's fully_shard (FSDP2)",
+            )
+        if type(module).__module__.startswith(_QUANTISED):
+            raise ConfigError(
+                f"{path or 'the model'} is {type(module).__name__} of {type(module).__module__}, which keeps its "
+                "weights packed for torch's kernels and not as parameters",
+                hint="send the model that it was quantised from; the engine quantises it by its own settings",
             )
         prefix = strip_wrappers(model, path)
         for attribute, tensor in own_tensors(module):
@@ -287,13 +294,19 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise ConfigError(f"{name} is on the meta device", hint="give the model its weights before exporting them")
     if tensor.layout != torch.strided:
-        raise ConfigError(f"{name} is {tensor.layout}, and only dense tensors can be sent")
+        raise ConfigError(
+            f"{name} is {tensor.layout}, and only dense tensors can be sent",
+            hint="give the model a parameter made by to_dense()",
+        )
     if tensor.dim() > MAX_DIMS:
         raise ConfigError(f"{name} has {tensor.dim()} dimensions, and at most {MAX_DIMS} can be sent")
     dtype_name(tensor.dtype)
     # The storage of a subclass with its own dispatch (quantised, nested, ...) does not hold its values.
     if not isinstance(tensor, DTensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
-        raise ConfigError(f"{name} is a {type(tensor).__name__}, whose bytes are not its values")
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__}, whose bytes are not its values",
+            hint="give the model a plain parameter, such as dequantize() makes, or send the model it was made from",
+        )
 
 
 def _dispatch(kind: type[torch.Tensor]) -> object:
