@@ -223,7 +223,8 @@ class Window:
     Attributes:
         begin: When it began, and ``end``: when it ended.
         longest_s: Longest time between two messages of one request that touches it.
-        joined: Requests that got their first token in it: their prompts were read in a step that others waited for.
+        joined: Requests that got their first token in it, or at the end of a step that began in it: their prompts were
+            read in a step that others waited for.
     """
 
     begin: float
@@ -244,7 +245,8 @@ def compare(
     """Compares what clients saw in each update with windows of the same length in the same run without an update.
 
     A longer gap than ``allowed_s`` beyond a step is an update's own only if no window without an update has one that is
-    as long.  Windows in which new requests joined are compared with such windows, and others with others.
+    as long.  Windows in which new requests joined are compared with such windows, and others with others.  Where
+    requests joined, the step is the one that read their prompts: the longest gap of such windows without an update.
 
     Args:
         requests: All of them.
@@ -257,7 +259,8 @@ def compare(
     Returns:
         Seconds: ``step_s``, ``limit_s`` (a step and ``allowed_s``); for the windows of the updates and for as many
         without one (``beside``), evenly chosen, and for ``all_beside``: ``median_s``, ``max_s``, each ``longest_s`` and
-        what ``joined``.  ``ours`` has the numbers of the updates, from 0, that made a gap beyond the limit.
+        what ``joined``.  ``reading_limit_s`` is the limit where requests joined.  ``ours`` has the numbers of the
+        updates, from 0, that made a gap beyond their limit.
 
     Raises:
         ValueError: No window without an update is left.
@@ -271,17 +274,16 @@ def compare(
     if not found:
         raise ValueError("there is no window without an update to compare with")
     limit_s = step_s + allowed_s
-    ours = [
-        number
-        for number, window in enumerate(seen)
-        if window.longest_s > limit_s
-        and window.longest_s > max((o.longest_s for o in found if bool(o.joined) == bool(window.joined)), default=0.0)
-    ]
+    alone = max((window.longest_s for window in found if not window.joined), default=0.0)
+    reading = max((window.longest_s for window in found if window.joined), default=step_s) + allowed_s
+    limits = [max(limit_s, reading if window.joined else alone) for window in seen]
+    ours = [number for number, window in enumerate(seen) if window.longest_s > limits[number]]
     count = min(len(seen), len(found))
     evenly = [found[(2 * number + 1) * len(found) // (2 * count)] for number in range(count)]
     return {
         "step_s": round(step_s, 5),
         "limit_s": round(limit_s, 5),
+        "reading_limit_s": round(max(limit_s, reading), 5),
         "updates": _row(seen),
         "beside": _row(evenly),
         "all_beside": _row(found),
@@ -324,15 +326,14 @@ def _between(
 def _windows(requests: Sequence[Request], spans: Sequence[tuple[float, float]]) -> list[Window]:
     between = [pair for request in requests for pair in pairwise(request.times)]
     firsts = [request.times[0] for request in requests if request.times]
-    return [
-        Window(
-            begin,
-            end,
-            max((later - earlier for earlier, later in between if later >= begin and earlier <= end), default=0.0),
-            sum(begin <= first <= end for first in firsts),
-        )
-        for begin, end in spans
-    ]
+    found: list[Window] = []
+    for begin, end in spans:
+        touching = [(earlier, later) for earlier, later in between if later >= begin and earlier <= end]
+        # A step that reads prompts may begin in a window and end after it.
+        over = max((later for _, later in touching), default=end)
+        longest_s = max((later - earlier for earlier, later in touching), default=0.0)
+        found.append(Window(begin, end, longest_s, sum(begin <= first <= max(end, over) for first in firsts)))
+    return found
 
 
 def main() -> int:

@@ -77,6 +77,19 @@ def test_a_step_that_reads_prompts_excuses_only_windows_with_new_requests() -> N
     assert seen(streams([*prompts, (5.02, 0.028)], joins=[1.21, 2.03]))["ours"] == [2]
 
 
+def test_an_update_may_add_what_is_allowed_to_a_step_that_reads_prompts() -> None:
+    def half_join(held: Sequence[tuple[float, float]], joins: Sequence[float]) -> list[Request]:
+        return [*streams(held, joins=joins, count=4), *streams(held, count=4)]
+
+    joins = [1.21, 2.03]
+    found = seen(half_join([(1.2, 0.03), (2.02, 0.044)], joins))
+    assert found["reading_limit_s"] == pytest.approx(STEP_S + 0.03 + 0.015, abs=1e-3)
+    assert found["ours"] == []
+    assert seen(half_join([(1.2, 0.03), (2.02, 0.047)], joins))["ours"] == [0]
+    # Without such a window beside, nothing says how long a step that reads prompts is.
+    assert seen(half_join([(2.02, 0.016)], joins[1:]))["ours"] == [0]
+
+
 def test_the_last_message_of_an_update_comes_a_step_later() -> None:
     assert seen(streams([(2.0 + LENGTH_S - 0.001, 0.03)]))["ours"] == [0]
 
