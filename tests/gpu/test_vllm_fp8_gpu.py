@@ -44,6 +44,7 @@ EXPERTS = DENSE | {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+AHEAD = '--additional-config={"weightcast": {"derive_ahead": true}}'
 CASES = [
     pytest.param("qwen3", DENSE, "blocks", [], id="blocks"),
     pytest.param("qwen3_moe", EXPERTS, "blocks", [], id="blocks, experts"),
@@ -63,6 +64,11 @@ CASES = [
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_block"], id="online blocks"),
     pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8_per_block"], id="online blocks, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_channel"], id="online channels"),
+    pytest.param("qwen3", DENSE, "blocks", [AHEAD], id="blocks, ahead"),
+    pytest.param("qwen3_moe", EXPERTS, "blocks", [AHEAD], id="blocks, experts, ahead"),
+    pytest.param("qwen3", DENSE, "", ["--quantization=fp8", AHEAD], id="online, ahead"),
+    pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8", AHEAD], id="online, experts, ahead"),
+    pytest.param("qwen3", DENSE, "exported-nvfp4", [AHEAD], id="exported nvfp4, not ahead"),
 ]
 
 
@@ -160,9 +166,12 @@ def test_an_update_is_what_vllm_makes_of_the_same_weights(
             found = unlike(held(server), wanted[index])
             assert not found, f"version {version}: {len(found)} differ: {found[:6]}"
             assert Vllm().answers(server) == answers[index], f"version {version}"
-        said = re.search(r"recorded how (\d+) of (\d+) quantised layers", server.log.read_text(errors="replace"))
+        log = server.log.read_text(errors="replace")
+        said = re.search(r"recorded how (\d+) of (\d+) quantised layers are derived, (ahead of|at) the commit", log)
         assert said is not None
-        record("layers recorded, and all", list(map(int, said.groups())))
+        assert (AHEAD in options and said[1] == said[2]) == (said[3] == "ahead of"), said[0]
+        record("layers recorded, and all", [int(said[1]), int(said[2])])
+        record("derived", f"{said[3]} the commit")
         record("held", len(wanted[0]))
         record("stall_s", [row["stall_s"] for row in rows])
 

@@ -135,6 +135,45 @@ def test_an_abort_brings_the_old_version_back(model, place, after):
     receiver.close()
 
 
+@pytest.mark.parametrize("place", ["device", "host", "none"])
+def test_what_can_be_done_before_a_commit_is_done_when_all_weights_wait(model, place):
+    seen: list[list[str]] = []
+    receiver = receiver_of(model, staging=place, before_commit=[lambda: seen.append(differing(model, before))])
+    before = state(model)
+    sender = Sender(NEW)
+    *buckets, close = sender.transfer()
+    for message in buckets:
+        assert receiver.apply(message).ok
+    assert seen == []
+    ack = receiver.apply(close)
+    assert ack.ok, ack.error
+    assert seen == ([] if place == "none" else [[]]), "the old version serves meanwhile"
+    if place != "none":
+        staged = receiver.loader.staging
+        assert differing(model, new_state()), "a test that cannot fail"
+        waiting = staged.waiting_contents
+        assert receiver.apply(sender.commit()).ok
+        assert staged.live_contents == waiting
+    receiver.close()
+
+
+def test_a_failure_before_a_commit_fails_the_update_and_changes_nothing(model):
+    def fail() -> None:
+        raise RuntimeError("the kernels of this layer have other ideas")
+
+    receiver = receiver_of(model, before_commit=[fail])
+    before = state(model)
+    sender = Sender(NEW)
+    *buckets, close = sender.transfer()
+    for message in buckets:
+        assert receiver.apply(message).ok
+    ack = receiver.apply(close)
+    assert (ack.ok, ack.error) == (False, "the kernels of this layer have other ideas")
+    assert receiver.apply(sender.abort()).ok
+    assert differing(model, before) == []
+    receiver.close()
+
+
 def test_a_commit_cannot_be_repeated(model, receiver):
     sender = Sender(NEW)
     assert run(receiver, sender).ok

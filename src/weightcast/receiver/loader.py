@@ -218,6 +218,7 @@ class Loader:
             self.staging.abandon()
             self.staging.allocate()
             self._unsafe.clear()
+        self.staging.begin()
         self.staging.look(forms=True)
         self._arrivals.begin()
         self._held.clear()

@@ -81,6 +81,7 @@ class WeightReceiver:
         staging: StagingChoice = "auto",
         residents: Mapping[str, torch.Tensor] | None = None,
         checks: Sequence[Check] = (),
+        before_commit: Sequence[Finisher] = (),
         keep_storage: bool = False,
         may_move: bool = False,
         between_steps: Callable[[Callable[[], None]], None] | None = None,
@@ -96,6 +97,8 @@ class WeightReceiver:
             staging: Place of the staging set; ``auto`` takes the device, else the host, else nothing.
             residents: Tensors that ``load_weights`` writes, for an engine that packs its weights; see ``Loader``.
             checks: Called before weights are read back; each raises if the model computes with other memory.
+            before_commit: Called once all weights of an update wait in the staging set, while the engine goes on, for
+                what finishers then need not do.  Not called where none wait, or the model computes some at the commit.
             keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
             may_move: Parameters may get other addresses once, here, so that a commit on a GPU copies nothing; see
                 ``Staging``.
@@ -124,6 +127,7 @@ class WeightReceiver:
             hold_computed=hold_computed,
         )
         self._checks = tuple(checks)
+        self._before_commit = tuple(before_commit)
         self._between_steps = between_steps if between_steps is not None else _at_once
         why = self.loader.unstaged_because(keep_storage=keep_storage)
         place = "none" if staging == "auto" and why else staging
@@ -438,6 +442,12 @@ class WeightReceiver:
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
         check_copies(self._received.of_copies(), self.loader.copies)
+        if self.loader.staging.staged and not self.loader.computed:
+            for prepare in self._before_commit:
+                prepare()
+            if self._before_commit:
+                self._load_s = self._did("load", started)
+                started = time.monotonic()
         if session.verify in READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
         written = self.loader.written() if self._scattered and session.verify != "none" else NOTHING_HELD

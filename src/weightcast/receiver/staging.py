@@ -30,6 +30,7 @@ _HEADROOM = 1.2
 # A flip exchanges the contents of smaller parameters and the pointers of the others.  To set a pointer takes the host
 # 2 us, in which a GPU exchanges 1 MiB.  A CPU would exchange 4 KiB.
 _EXCHANGED_BYTES = {"cuda": 1 << 20}
+_CONTENTS = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +117,16 @@ class Staging:
         self._done = 0
         self.torn = False  # True if a flip began and did not end: the live set is a mixture
         self._in_scratch = False
+        self._flipped = False
+        self.live_contents, self.waiting_contents = next(_CONTENTS), next(_CONTENTS)
         self.allocate()
+
+    def begin(self) -> None:
+        """Notes that other contents will wait from now on, so ``waiting_contents`` gets a number that nothing had.
+
+        A flip exchanges it with ``live_contents``, and ``undo`` exchanges them back.
+        """
+        self.waiting_contents = next(_CONTENTS)
 
     def allocate(self) -> None:
         """Allocates the parts of the second set, and of a flip's scratch memory, that do not exist."""
@@ -270,6 +280,7 @@ class Staging:
                 self._done += 1
         self.torn = False
         self._placing = after
+        self._renumber(flipped=True)
 
     def undo(self) -> None:
         """Undoes the last flip.  A second call does nothing, and one that failed can be repeated.
@@ -299,7 +310,13 @@ class Staging:
                 self._done -= 1
             if whole:
                 self._placing = after
+        if self._flipped:
+            self._renumber(flipped=False)
         self._reset_progress()
+
+    def _renumber(self, *, flipped: bool) -> None:
+        self.live_contents, self.waiting_contents = self.waiting_contents, self.live_contents
+        self._flipped = flipped
 
     def _map(self) -> None:
         """Moves the parameters that can be moved, unless they are where an earlier call moved them to."""
@@ -374,7 +391,7 @@ class Staging:
         if self._mapped is not None:
             self._mapped.begin()
         self._done = 0
-        self.torn = self._in_scratch = self._exchanged = False
+        self.torn = self._in_scratch = self._exchanged = self._flipped = False
 
     def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields chunks of live and staged memory, always in the same order."""

@@ -90,9 +90,10 @@ class LoadedModels:
         unpacked.spot_check()
         self._parts[DRAFT_PREFIX] = unpacked, checkpoint
 
-    def record(self) -> tuple[int, int]:
-        """As ``UnpackedModel.record``; a draft has no quantised layers."""
-        return self._parts[""][0].record()
+    @property
+    def unpacked(self) -> UnpackedModel:
+        """The model itself, which alone may have quantised layers."""
+        return self._parts[""][0]
 
     @property
     def specs(self) -> list[TensorSpec]:

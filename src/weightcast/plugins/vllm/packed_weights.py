@@ -14,7 +14,7 @@ never a new object.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from torch import nn
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure, some
 from weightcast.plugins.vllm.derivation import Derivation
+from weightcast.plugins.vllm.derived_ahead import DerivedAhead, all_derived
 from weightcast.plugins.vllm.lora_wrappers import without_wrappers
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
@@ -90,6 +91,7 @@ class UnpackedModel:
             elif kind != "plain":
                 self._packed.append(_Packed(name=name, layer=layer, loaded=_loaded_form(layer), kind=kind))
         self._derivation = Derivation(self._quantised)
+        self._second: DerivedAhead | None = None
         self._outside = OutsideReferences(model)
         self._attention = AttentionCopies(model)
         with self._unpacked():
@@ -112,13 +114,38 @@ class UnpackedModel:
         """Memory that the loaded form of quantised layers takes beside the live one."""
         return sum(layer.own_bytes for layer in self._quantised)
 
-    def record(self) -> tuple[int, int]:
-        """Records how quantised layers are derived; returns the number of those that are recorded, and of all."""
+    @property
+    def derived(self) -> Mapping[str, torch.Tensor]:
+        """As ``all_derived``."""
+        return all_derived(self._quantised)
+
+    @property
+    def derives_ahead(self) -> bool:
+        """True if a commit finds what is derived for quantised layers ready."""
+        return self._derivation.ahead is not None
+
+    @property
+    def outside_bytes(self) -> int:
+        """As ``DerivedAhead.outside_bytes``."""
+        return self._second.outside_bytes if self._second is not None else 0
+
+    def record(self, ahead: Callable[[Sequence[QuantisedLayer]], DerivedAhead] | None) -> tuple[int, int]:
+        """Records how quantised layers are derived; returns the number of those that are recorded, and of all.
+
+        ``ahead`` makes a second set of what is derived, for what waits; None to derive at the commit.
+        """
         if not self._quantised:
             return 0, 0
         with torch.no_grad():
-            recorded = self._derivation.record([Recorder(self._device) for _ in range(_LANES)])
+            # Tensors move to where they stay before anything is recorded.
+            self._second = ahead(self._quantised) if ahead is not None else None
+            recorded = self._derivation.record([Recorder(self._device) for _ in range(_LANES)], self._second)
         return recorded, len(self._quantised)
+
+    def derive_ahead(self) -> None:
+        """Derives for kernels what waits for a commit, where that was recorded.  The model may compute meanwhile."""
+        with torch.no_grad():
+            self._derivation.run_ahead()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Calls the model's own ``load_weights`` on the loaded form."""

@@ -202,7 +202,13 @@ class QuantisedLayer:
         self._check_derived(live, derived)
         self._altered = frozenset(self.loaded)
         self._recorded: RecordedLaunches | None = None
+        self._ahead: RecordedLaunches | None = None
         self._as_found = {key: tensor_digest(self.loaded[key].data) for key in kept}
+
+    @property
+    def derived(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that ``derive`` writes, by path from the layer; a tensor may have several."""
+        return self._targets
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
@@ -259,14 +265,51 @@ class QuantisedLayer:
             self._derive()
         return good
 
+    def record_ahead(
+        self, recorder: Recorder, waiting: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Records how a version that waits is derived, as ``record`` does for the live one; call it after that.
+
+        Args:
+            waiting: Where the next version of ``loaded`` waits, by the same keys.  It is written, and has the live
+                values at the end.
+            second: Where what is derived goes, by the paths of ``derived``.
+        """
+        if not self._targets:
+            return True
+        loaded = {key: _like(tensor, waiting[key]) for key, tensor in self.loaded.items()}
+        self._ahead = recorder.record(
+            lambda: self._derive(loaded, second), [*(tensor.data for tensor in loaded.values()), *second.values()]
+        )
+        good = self._ahead is not None
+        for random in (True, False):
+            for key, tensor in loaded.items():
+                if random:
+                    fill(tensor, alike="global_scale" in key)
+                else:
+                    tensor.data.copy_(self.loaded[key].data)
+            spoil(second.values())
+            good = good and self.derive_ahead() and not self._difference(loaded, second)
+        if not good:
+            self._ahead = None
+        return good
+
+    def derive_ahead(self) -> bool:
+        """Derives the version that waits; False, and nothing is done, if that cannot be done by a recording."""
+        return not self._targets or (self._ahead is not None and self._ahead.launch())
+
     def spoil(self) -> None:
         """Overwrites what ``derive`` writes, so that a derivation that does not happen shows."""
-        for target in self._targets.values():
-            bits(target.data).zero_()
+        spoil(self._targets.values())
 
-    def _derive(self) -> None:
-        derived = self._derived_from(self.loaded, self._altered)
-        for path, target in self._targets.items():
+    def _derive(
+        self,
+        loaded: Mapping[str, nn.Parameter] | None = None,
+        targets: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Derives ``targets`` of ``loaded``; those of the live layer by default."""
+        derived = self._derived_from(self.loaded if loaded is None else loaded, self._altered)
+        for path, target in (self._targets if targets is None else targets).items():
             tensor = derived.tensors.get(path)
             if tensor is None or not _alike(tensor, target):
                 raise EngineFailure(f"{self.name}: vLLM derives {path} in another form than at its start")
@@ -292,10 +335,11 @@ class QuantisedLayer:
 
     def first_difference(self) -> str:
         """Path of the first tensor or number that differs from a fresh derivation; empty if none does."""
-        if not self._targets:
-            return ""
-        derived = self._derived_from(self.loaded)
-        for path, target in self._targets.items():
+        return self._difference(self.loaded, self._targets) if self._targets else ""
+
+    def _difference(self, loaded: Mapping[str, nn.Parameter], targets: Mapping[str, torch.Tensor]) -> str:
+        derived = self._derived_from(loaded)
+        for path, target in targets.items():
             tensor = derived.tensors.get(path)
             if tensor is None or not _alike(tensor, target) or not _equal(tensor, target):
                 return path
@@ -371,6 +415,12 @@ class QuantisedLayer:
                     f"{self.name}: kernels keep {path} as a number, {value}, and the new weights need "
                     f"{derived.numbers.get(path)}"
                 )
+
+
+def spoil(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrites tensors of any dtype with zeros."""
+    for tensor in tensors:
+        bits(tensor.data).zero_()
 
 
 def fill(tensor: torch.Tensor, *, alike: bool = False) -> None:

@@ -30,7 +30,7 @@ _SECTION = "weightcast"
 _HINT = (
     '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
     '"secret_file": "PATH", '
-    '"not_updated": "REGEX", "warm_up": true}}\''
+    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": true}}\''
 )
 
 
@@ -139,6 +139,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             a vision tower that is not trained.  They keep the checkpoint's values, and reports name them.  Empty for
             none.
         warm_up: Whether vLLM's start runs the model on batches of all sizes that kernels distinguish.
+        derive_ahead: Whether a second set of what is derived for quantised layers is kept, where there is memory for
+            it, so that a commit does not derive them while the engine stands still.
         secret_file: File with the secret of an engine on several hosts; empty for ``WEIGHTCAST_ENGINE_SECRET``.
     """
 
@@ -146,6 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     draft: Literal["keep", "update"] = "keep"
     not_updated: str = ""
     warm_up: bool = False
+    derive_ahead: bool = False
     secret_file: str = ""
 
 

@@ -32,10 +32,11 @@ from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.other_hosts import SET_A_SECRET, Invitation, engine_secret
+from weightcast.plugins.vllm.derived_ahead import DerivedAhead, why_not_ahead
 from weightcast.plugins.vllm.loaded_models import CheckpointSpecs, LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
-from weightcast.plugins.vllm.quantised_layers import check_cache_scales
+from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, check_cache_scales
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
@@ -130,8 +131,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Where vLLM measures what its processes consume, the loaded form of quantised layers is in it already; and a
         # size that was set by hand is what the KV cache gets.
         beside = 0 if fixed or hasattr(worker, "total_consumed") else self._beside_bytes
-        taken = beside + self._stage(cache_bytes - beside, least + least // 16, fixed=fixed)
-        taken += self._record()
+        least += least // 16
+        taken = beside + self._stage(cache_bytes - beside, least, fixed=fixed)
+        taken += self._record(cache_bytes - (0 if fixed else taken), least, fixed=fixed)
         if fixed:
             return cache_bytes
         for account, name in (
@@ -280,6 +282,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             finishers=tuple(map(self._configured, models.finishers)),
             residents=models.residents,
             checks=tuple(map(self._configured, models.checks)),
+            before_commit=[models.unpacked.derive_ahead] if models.unpacked.quantised_bytes else (),
             between_steps=lambda do: self._rank_server.between_steps(do),
             staging="none",  # until vLLM has measured its memory; see ``take_room``
             hold_computed=True,
@@ -316,16 +319,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _stage(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
         """Allocates and logs the staging set; returns its bytes in the KV cache's memory."""
         loader = self._receiver.loader
-        on_host = self.device.type == "cpu"
-        host_bytes = free_host_bytes()
-        free_bytes = host_bytes if on_host else torch.cuda.mem_get_info(self.device)[0]
-        budget = Budget(
-            cache_bytes=cache_bytes,
-            least_bytes=least_bytes,
-            fixed_bytes=free_bytes - cache_bytes - loader.size_bytes // 5 if fixed else None,
-            host_bytes=host_bytes,
-            on_host=on_host,
-        )
+        budget = self._budget(cache_bytes, least_bytes, fixed=fixed)
         reason = loader.unstaged_because(keep_storage=True) if self._staging == "auto" else ""
         asked: StagingChoice = "none" if reason else self._staging
         with reason_logged(log, "stage updates"):
@@ -344,7 +338,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             where = "not staged" if place == "none" else "staged in host memory"
             self._receiver.staging_note = f"a new version is {where} before its commit: {why}"
         size_bytes = loader.staging.size_bytes
-        taken = (size_bytes if on_host else self._taken_bytes() - before) if place != "none" else 0
+        taken = (size_bytes if budget.on_host else self._taken_bytes() - before) if place != "none" else 0
         if place == "device":
             taken += loader.held_bytes  # taken when they arrive, until the commit
         log.info(
@@ -366,26 +360,50 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         return taken
 
-    def _record(self) -> int:
-        """Records how quantised layers are derived; returns the bytes that the recordings keep for that.
+    def _budget(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> Budget:
+        on_host = self.device.type == "cpu"
+        host_bytes = free_host_bytes()
+        free_bytes = host_bytes if on_host else torch.cuda.mem_get_info(self.device)[0]
+        return Budget(
+            cache_bytes=cache_bytes,
+            least_bytes=least_bytes,
+            fixed_bytes=free_bytes - cache_bytes - self._receiver.loader.size_bytes // 5 if fixed else None,
+            host_bytes=host_bytes,
+            on_host=on_host,
+        )
+
+    def _record(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
+        """Records how quantised layers are derived; returns the bytes that are kept for that.
 
         vLLM's sleep mode allocates from pools of its own, in which nothing is recorded.
         """
-        if self.device.type != "cuda" or self.model_config.enable_sleep_mode:
+        unpacked = self._models.unpacked
+        if self.device.type != "cuda" or self.model_config.enable_sleep_mode or not unpacked.quantised_bytes:
             return 0
+        budget = self._budget(cache_bytes, least_bytes, fixed=fixed)
+        why = why_not_ahead(unpacked.derived, self._receiver.loader.staging, budget)
+        why = why if self._settings.derive_ahead else "as set"
         before = self._taken_bytes()
         with set_current_vllm_config(self.vllm_config):
-            recorded, layers = self._models.record()
+            recorded, layers = unpacked.record(None if why else self._second_set)
         taken = self._taken_bytes() - before
-        if layers:
-            log.info(
-                "weightcast: rank %d recorded how %d of %d quantised layers are derived, with %s of memory",
-                self._rank,
-                recorded,
-                layers,
-                gib(taken),
-            )
+        log.info(
+            "weightcast: rank %d recorded how %d of %d quantised layers are derived, %s, with %s of memory",
+            self._rank,
+            recorded,
+            layers,
+            "ahead of the commit" if unpacked.derives_ahead else "at the commit" + (f" ({why})" if why else ""),
+            gib(taken),
+        )
         return taken
+
+    def _second_set(self, layers: Sequence[QuantisedLayer]) -> DerivedAhead:
+        return DerivedAhead(
+            layers,
+            self._receiver.loader.staging,
+            in_order=reads_in_order(self.vllm_config),
+            may_move=maps_weights(self.vllm_config),
+        )
 
     def _configured(self, do: Callable[[], object]) -> Callable[[], None]:
         """Runs something as vLLM runs its own processing of weights, which reads its current configuration."""
@@ -400,7 +418,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu":
             return 0
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self.device) + 2 * self._receiver.loader.staging.mapped_bytes
+        mapped_bytes = 2 * self._receiver.loader.staging.mapped_bytes + self._models.unpacked.outside_bytes
+        return torch.cuda.memory_reserved(self.device) + mapped_bytes
 
 
 def _shared_secret(secret_file: str, parallel: Any, rank: int) -> Secret | None:

@@ -1,0 +1,135 @@
+"""Derives for kernels a version that still waits, while the engine computes with the version before.
+
+A commit then exchanges it with what kernels read now.  Without it, layers are derived while the engine stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from weightcast.digest.copies import bits
+from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, spoil
+from weightcast.plugins.vllm.start_up import Budget
+from weightcast.receiver.coverage import overlapping
+from weightcast.receiver.staging import Staging
+from weightcast.runtime.recorded_launches import Recorder, side_by_side
+from weightcast.runtime.streams import wait_for_streams
+
+
+class DerivedAhead:
+    """A second set of all that is derived, and its exchange with the one that kernels read."""
+
+    def __init__(self, layers: Sequence[QuantisedLayer], waiting: Staging, *, in_order: bool, may_move: bool) -> None:
+        """Allocates the second set.
+
+        Args:
+            waiting: Staging set of the loaded form, on the device, whose tensors stay at their addresses.
+            in_order: As for ``Staging``, and so is ``may_move``.
+        """
+        self._layers = layers
+        self._waiting = waiting
+        self._names, derived = _named(layers)
+        self._second = Staging(derived, "device", keep_storage=True, in_order=in_order, may_move=may_move)
+        self._mapped_bytes = self._second.mapped_bytes
+        self._recorders: Sequence[Recorder] = ()
+        self._places: tuple[int, int] | None = None
+        # The contents, by their number in ``waiting``, of which the live derived tensors and the second ones are made.
+        self._live, self._next = waiting.live_contents, -1
+
+    @property
+    def outside_bytes(self) -> int:
+        """Memory of both sets that is not torch's, because a commit exchanges it by mapping."""
+        return self._mapped_bytes + self._second.mapped_bytes
+
+    def record(self, lanes: Iterable[tuple[QuantisedLayer, Recorder]]) -> str:
+        """Records how a waiting version of each layer is derived; the name of one that cannot be, or nothing."""
+        names = {id(tensor): name for name, tensor in self._waiting.lives.items()}
+        recorders: dict[int, Recorder] = {}
+        for layer, recorder in lanes:
+            recorders[id(recorder)] = recorder
+            waiting = {
+                key: self._waiting.target(names[id(tensor)]) if id(tensor) in names else tensor
+                for key, tensor in layer.loaded.items()
+            }
+            second = {path: self._second.target(self._names[layer.name, path]) for path in layer.derived}
+            if not layer.record_ahead(recorder, waiting, second):
+                return layer.name
+        self._recorders = list(recorders.values())
+        self._places = self._waiting.look(), self._second.look()
+        return self._disturbed()
+
+    def derive(self) -> None:
+        """Derives the version that waits, if the tensors are where they were; waits for the device."""
+        self._next = -1
+        if self._places != (self._waiting.look(), self._second.look()):
+            return
+        with side_by_side(self._recorders):
+            missed = [layer.name for layer in self._layers if not layer.derive_ahead()]
+        wait_for_streams(*(tensor.device for tensor in self._second.lives.values()))
+        if not missed:
+            self._next = self._waiting.waiting_contents
+
+    def exchange(self) -> bool:
+        """Gives kernels what was derived of the loaded form that is live now; False if nothing was.
+
+        After ``undo`` of a commit that means what was exchanged away.
+        """
+        if self._second.torn:
+            self._second.undo()
+        if self._waiting.live_contents != self._next:
+            self._next = -1
+            return False
+        self._second.flip()
+        self._live, self._next = self._next, self._live
+        return True
+
+    def derived_in_place(self) -> None:
+        """Notes that the live loaded form was derived without the second set."""
+        self._live = self._waiting.live_contents
+
+    def drop(self) -> None:
+        """Frees the second set."""
+        self._places = None
+        self._next = -1
+        self._second.free()
+
+    def _disturbed(self) -> str:
+        """A layer that comes out wrong where all are derived side by side; the waiting weights are the live ones."""
+        spoil(self._second.targets.values())
+        self.derive()
+        self._next = -1
+        for layer in self._layers:
+            for path, tensor in layer.derived.items():
+                if not torch.equal(bits(tensor.data), bits(self._second.target(self._names[layer.name, path]))):
+                    return layer.name
+        return ""
+
+
+def _named(layers: Sequence[QuantisedLayer]) -> tuple[dict[tuple[str, str], str], dict[str, torch.Tensor]]:
+    """The derived tensors of all layers, each once, and the name that each path of a layer has there."""
+    names: dict[tuple[str, str], str] = {}
+    derived: dict[str, torch.Tensor] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for layer in layers:
+        for path, tensor in layer.derived.items():
+            place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+            name = names[layer.name, path] = first.setdefault(place, f"{layer.name} {path}")
+            derived.setdefault(name, tensor)
+    return names, derived
+
+
+def all_derived(layers: Sequence[QuantisedLayer]) -> dict[str, torch.Tensor]:
+    """All that is derived for these layers, each tensor once."""
+    return _named(layers)[1]
+
+
+def why_not_ahead(derived: Mapping[str, torch.Tensor], waiting: Staging, budget: Budget) -> str:
+    """Why there can be no second set of what is derived; empty if there can be one.
+
+    Two tensors that share memory would be exchanged twice.
+    """
+    if waiting.place != "device":
+        return "new versions do not wait on the device"
+    return overlapping(derived) or budget.place("auto", sum(tensor.nbytes for tensor in derived.values()))[1]
