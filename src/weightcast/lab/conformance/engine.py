@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -248,6 +249,18 @@ class EngineUnderTest:
         if self.has_receiver:
             self.keeps(name)
         self.says(name)
+
+    @contextmanager
+    def kept(self, name: Name) -> Generator[None]:
+        """Brings a checkpoint to the engine, which must serve it unchanged at the end of the block.
+
+        Raises:
+            Failed: It does not.
+        """
+        self.to(name)
+        version = self.info().version
+        yield
+        self.unchanged(name, version)
 
     def answers(self) -> list[list[int]]:
         """Returns the greedy answers to a few prompts of different length, one after the other."""

@@ -31,24 +31,20 @@ _MOST_BYTES = 8 << 20  # what the receiver accepts of a message, beside four tim
 def refuses_malformed_messages(engine: EngineUnderTest) -> str:
     """Every malformed message is answered by a refusal with words, and changes nothing."""
     _need_receiver(engine)
-    engine.to("A")
-    version = engine.info().version
     count = 0
-    for what, path, body in _malformed(engine):
-        _refused(f"{what} to {path}", lambda path=path, body=body: engine.client.post_json(path, body))
-        count += 1
-    engine.unchanged("A", version)
+    with engine.kept("A"):
+        for what, path, body in _malformed(engine):
+            _refused(f"{what} to {path}", lambda path=path, body=body: engine.client.post_json(path, body))
+            count += 1
     return f"{count} messages, each with the engine's words; it still serves A"
 
 
 def refuses_strangers(engine: EngineUnderTest) -> str:
     """Messages about a session that is not open are refused, also while another session is open."""
     _need_receiver(engine)
-    engine.to("A")
-    version = engine.info().version
     stranger = "0" * 32
     messages = (Close(session=stranger, buckets=1), Commit(session=stranger), Revert(session=stranger))
-    with RawSession(engine, "B") as session, RawSession(engine, "B") as other:
+    with engine.kept("A"), RawSession(engine, "B") as session, RawSession(engine, "B") as other:
         for message in messages:
             _refused(type(message).__name__, lambda message=message: session.send(message))
         session.open()
@@ -60,15 +56,12 @@ def refuses_strangers(engine: EngineUnderTest) -> str:
         if engine.first.staging != "none":
             engine.says("A")  # it generates meanwhile
         session.abort()
-    engine.unchanged("A", version)
     return f"a second trainer is told: {_quoted(words)}"
 
 
 def refuses_tensors_that_do_not_fit(engine: EngineUnderTest) -> str:
     """An update with a tensor missing, unknown, or of another shape is refused before anything moves."""
     _need_receiver(engine)
-    engine.to("A")
-    version = engine.info().version
     first, *rest = engine.specs
     wrong = {
         "a tensor missing": tuple(rest),
@@ -77,19 +70,17 @@ def refuses_tensors_that_do_not_fit(engine: EngineUnderTest) -> str:
         "a tensor twice": (*engine.specs, first),
     }
     said: list[str] = []
-    for what, specs in wrong.items():
-        with RawSession(engine, "B", specs=specs) as session:
-            said.append(_refused(f"an Open with {what}", session.open))
-    engine.unchanged("A", version)
+    with engine.kept("A"):
+        for what, specs in wrong.items():
+            with RawSession(engine, "B", specs=specs) as session:
+                said.append(_refused(f"an Open with {what}", session.open))
     return f"{len(wrong)} kinds; {_quoted(said[0])}"
 
 
 def refuses_a_wrong_order(engine: EngineUnderTest) -> str:
     """Buckets out of order, a Close before the last bucket and a Commit before Close are refused."""
     _need_receiver(engine)
-    engine.to("A")
-    version = engine.info().version
-    with RawSession(engine, "B") as session:
+    with engine.kept("A"), RawSession(engine, "B") as session:
         session.open()
         _refused("a Commit before any bucket", session.commit)
         _refused("a Close before the last bucket", session.close)
@@ -99,16 +90,13 @@ def refuses_a_wrong_order(engine: EngineUnderTest) -> str:
             session.transfer(buckets=1)
             _refused("the first bucket again", lambda: session.send(session.announcement(0)))
         session.abort()
-    engine.unchanged("A", version)
     return f"with {session.num_buckets} buckets"
 
 
 def keeps_the_old_version_after_an_abort(engine: EngineUnderTest) -> str:
     """An Abort after every bucket has arrived leaves the old version."""
     _need_staging(engine)
-    engine.to("A")
-    version = engine.info().version
-    with RawSession(engine, "B") as session:
+    with engine.kept("A"), RawSession(engine, "B") as session:
         session.open()
         session.transfer()
         engine.says("A")
@@ -116,31 +104,25 @@ def keeps_the_old_version_after_an_abort(engine: EngineUnderTest) -> str:
         engine.says("A")
         need(session.abort().state == "serving", "after an Abort it does not serve")
         _refused("a Commit after the Abort", session.commit)
-    engine.unchanged("A", version)
     return "also a Commit after it is refused"
 
 
 def takes_back_what_differs(engine: EngineUnderTest) -> str:
     """A Commit whose digests are not those of the live weights is refused, and the old version is restored."""
     _need_staging(engine)
-    engine.to("A")
-    version = engine.info().version
-    with RawSession(engine, "B") as session:
+    with engine.kept("A"), RawSession(engine, "B") as session:
         session.open()
         session.transfer()
         session.close()
         words = _refused("a Commit with a wrong digest", lambda: session.commit("0" * 16))
         need("differs from what was sent" in words, f"the refusal does not say why: {words}")
-    engine.unchanged("A", version)
     return _quoted(words)
 
 
 def repeats_an_answer_and_reverts(engine: EngineUnderTest) -> str:
     """A repeated Commit gets the same answer, and Revert restores the version before."""
     _need_staging(engine)
-    engine.to("A")
-    version = engine.info().version
-    with RawSession(engine, "B") as session:
+    with engine.kept("A"), RawSession(engine, "B") as session:
         session.open()
         session.transfer()
         session.close()
@@ -148,7 +130,6 @@ def repeats_an_answer_and_reverts(engine: EngineUnderTest) -> str:
         need(first.version == again.version and first.digest == again.digest != "", "the second answer is another")
         engine.unchanged("B", session.open_message.version)
         session.revert()
-    engine.unchanged("A", version)
     return "digests, version and answers are those before"
 
 

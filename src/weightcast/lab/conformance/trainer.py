@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +41,7 @@ from weightcast.wire.layout import BucketLayout
 Fate = Literal["whole", "dies", "lies"]
 _ALIGN = 64  # bytes between the beginnings of two parts
 _START_S = 60.0  # for the processes to start, beside the deadlines of the update
+_STDERR = 2
 _kept: list[SharedBuffer] = []
 
 
@@ -136,8 +138,9 @@ def _answer(pipe: Connection, process: Any, log: Path, deadline: float) -> Ended
 
 
 def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> None:
+    _keep_open_files()
     with open(log, "wb") as file:
-        os.dup2(file.fileno(), 2)  # torch reports each lost connection with a stack
+        os.dup2(file.fileno(), _STDERR)  # torch reports each lost connection with a stack
     torch.set_num_threads(1)
     logging.getLogger("weightcast").setLevel(logging.CRITICAL)  # the caller prints what matters
     try:
@@ -153,6 +156,18 @@ def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> Non
         pipe.send(Ended("failed", f"{type(error).__name__}: {error}", getattr(error, "report", None)))
     pipe.close()
     os._exit(0)  # threads of a group that failed may wait for a rank that is gone
+
+
+def _keep_open_files() -> None:
+    """Keeps this process's open files from those that it starts.
+
+    torch starts a manager of shared memory, which lives as long as an engine maps some.  It would keep the end of the
+    pipe by which the caller hears that a rank was killed, and that by which the fork server hears that it may end.
+    """
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > _STDERR:
+            with suppress(OSError):  # of the list itself
+                os.set_inheritable(number, False)
 
 
 def _update(job: Job, model: Any, **more: Any) -> UpdateReport:
