@@ -133,6 +133,6 @@ def test_a_refusal_of_a_stock_engine_is_shown_in_its_own_words(folders: list[Pat
     with engines(folders[0], tmp_path, {"dialect": "sglang", "staging": "none", "faults": faults}) as (engine,):
         code, rows = conform(engine, *folders, kind="sglang")
     assert code == 1
-    assert with_outcome(rows, "failed") == {"takes updates over broadcast"}
+    assert with_outcome(rows, "failed") == {"takes updates over broadcast"}, rows
     assert "refused because a fault was asked for here" in rows["takes updates over broadcast"]["words"]
     assert with_outcome(rows, "not applicable") >= STOCK

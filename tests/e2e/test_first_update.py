@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.e2e.call_counts import FEW, MANY, Calls, Served, counts_of, grown
+from tests.e2e.call_counts import FEW, MANY, POLLED, Calls, Served, counts_of, grown
 from weightcast import UpdateReport, WeightUpdater
 from weightcast.comm import nixl
 from weightcast.comm.ipc import SharedBuffer
@@ -92,7 +92,7 @@ BY_MEMORY = [
 # back to the system once, before memory is measured.
 MADE_ONCE = "transports/", "watch/", "update/choose.py", "runtime/peak_memory.py"
 # An engine waits for the bucket before where messages of two connections overtake each other, in any update.
-OVERTAKEN = "_await_turn", "is_due"
+OVERTAKEN = "_await_turn", *POLLED
 
 
 @pytest.mark.parametrize("verify", ["resident", "none"])
