@@ -95,21 +95,31 @@ def _dropped(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new:
 
 
 def _recomputed(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new: Name) -> int:
-    struck = 0
-    for stream, before in zip(streams, _before(engine, old), strict=True):
-        tokens = stream.whole()
-        kept = _common(tokens, before)
-        if engine.repeatable or kept == len(tokens):
-            continue
-        struck += 1
-        rest = engine.stream([*stream.prompt, *tokens[:kept]], stream.count - kept).whole()
-        agreeing = _common(rest, tokens[kept:])
+    pairs = [
+        (stream, _common(stream.whole(), before)) for stream, before in zip(streams, _before(engine, old), strict=True)
+    ]
+    if engine.repeatable:
+        return len(streams)
+    struck = [(stream, kept) for stream, kept in pairs if kept < stream.count]
+
+    def go_on(stream: Stream, kept: int) -> Stream:
+        return engine.stream([*stream.prompt, *stream.tokens[:kept]], stream.count - kept)
+
+    alone = [go_on(*each).whole() for each in struck]
+    if any(rest != stream.tokens[kept:] for rest, (stream, kept) in zip(alone, struck, strict=True)):
+        # Two tokens may be so near that the number of requests in a batch decides.
+        together = [rest.whole() for rest in [go_on(*each) for each in struck]]
+    else:
+        together = alone
+    for (stream, kept), *rests in zip(struck, alone, together, strict=True):
+        came = stream.tokens[kept:]
+        agreeing = max(_common(rest, came) for rest in rests)
         need(
-            agreeing == len(rest),
+            agreeing == len(came),
             f"after {kept} tokens of {old} came {agreeing} that {new} would give and then others: "
             "the KV cache was not computed again",
         )
-    return struck if not engine.repeatable else len(streams)
+    return len(struck)
 
 
 def _kept_in_place(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new: Name) -> int:
