@@ -32,12 +32,12 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model:
     """Three layers, the staging set of what is loaded, and the derivation with its second set."""
 
-    def __init__(self, make: Any = Replays) -> None:
+    def __init__(self, make: Any = Replays, *, written: Sequence[str] = ("weight", "bias")) -> None:
         self.weights = [torch.randn(4, 6).bfloat16() for _ in range(3)]
         pairs = [quantised(weight, Method(), f"layers.{number}") for number, weight in enumerate(self.weights)]
         self.layers: list[Layer] = [layer for layer, _ in pairs]
         self.quantised = [found for _, found in pairs]
-        residents = {f"{found.name}.{key}": it for found in self.quantised for key, it in found.loaded.items()}
+        residents = {f"{found.name}.{key}": found.loaded[key] for found in self.quantised for key in written}
         self.staging = Staging(residents, "device", keep_storage=True)
         self.ahead = DerivedAhead(self.quantised, self.staging, in_order=False, may_move=False)
         self.derivation = Derivation(self.quantised)
@@ -207,6 +207,12 @@ def test_what_comes_out_wrong_when_it_is_tried_is_derived_at_the_commit(
     weights = model.receive()
     assert model.commit() == 3
     assert model.serves(weights)
+
+
+def test_a_parameter_that_no_update_writes_keeps_its_values() -> None:
+    model = Model(written=("weight",))
+    assert model.derivation.ahead is not None
+    assert model.serves(model.weights)
 
 
 def test_a_tensor_that_a_kernel_holds_too_is_there_once() -> None:

@@ -271,8 +271,8 @@ class QuantisedLayer:
         """Records how a version that waits is derived, as ``record`` does for the live one; call it after that.
 
         Args:
-            waiting: Where the next version of ``loaded`` waits, by the same keys.  It is written, and has the live
-                values at the end.
+            waiting: Where the next version of ``loaded`` waits, by the same keys, or the live tensor where none does.
+                What waits is written, and has the live values at the end.
             second: Where what is derived goes, by the paths of ``derived``.
         """
         if not self._targets:
@@ -284,6 +284,8 @@ class QuantisedLayer:
         good = self._ahead is not None
         for random in (True, False):
             for key, tensor in loaded.items():
+                if waiting[key] is self.loaded[key]:
+                    continue  # no update writes it
                 if random:
                     fill(tensor, alike="global_scale" in key)
                 else:
