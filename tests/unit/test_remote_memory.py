@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -202,6 +203,26 @@ def test_an_owner_that_was_killed_is_named_and_the_reader_goes_on(owner, reader)
         read(reader, Pull("dead", dead.memories[0], runs))
     assert "UCX_NET_DEVICES" in str(getattr(caught.value, "__notes__", ""))
     assert read(reader, Pull("alive", owner.memories[1], runs)).tolist() == [2] * 4096
+
+
+@needs_nixl
+def test_a_read_that_failed_leaves_no_agent_behind_while_its_error_is_kept(owner, reader):
+    runs = [(0, Runs(0, 4096, 4096, 1))]
+    read(reader, Pull("alive", owner.memories[1], runs))
+    reader.close()
+    files = len(os.listdir("/proc/self/fd"))
+    dead = Owner()
+    read(reader, Pull("dead", dead.memories[0], runs))
+    assert len(os.listdir("/proc/self/fd")) > files + 4, "an agent has files"
+    dead.kill()
+    gc.disable()
+    try:
+        with pytest.raises(RemoteReadFailed) as caught:
+            read(reader, Pull("dead", dead.memories[0], runs))
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= files + 4, "the agent keeps its files")
+    finally:
+        gc.enable()
+    assert caught.value.__cause__ is not None
 
 
 @needs_nixl

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,18 +150,23 @@ class _Session:
         task.ended.set()
         if task.error is not None:
             self._linger()
+            # The error's frames refer to transfers, and so to the agent with its memory and files.
+            traceback.clear_frames(task.error.__traceback__)
 
     def close(self) -> None:
-        """Releases everything that NIXL keeps."""
-        for one in self._prepared.values():
-            _release(one)
+        """Releases everything that NIXL keeps, also where NIXL fails at a part of it, and then raises."""
+        agent, prepared, peers = self._agent, list(self._prepared.values()), list(self._peers)
+        registered, self._registered, self._agent = self._registered, None, None
         self._prepared.clear()
-        for name in self._peers:
-            self._agent.remove_remote_agent(name)
         self._peers.clear()
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
-        self._registered = self._agent = None
+        self.data = self.data.new_empty(0)
+        with ExitStack() as releases:  # from the last to the first, each of them whatever the others raise
+            if registered is not None:
+                releases.callback(agent.deregister_memory, registered)
+            for name in peers:
+                releases.callback(agent.remove_remote_agent, name)
+            for one in prepared:
+                releases.callback(_release, one)
 
     def _reserve(self, size_bytes: int) -> None:
         device = self.data.device
