@@ -210,6 +210,7 @@ def test_a_read_that_failed_leaves_no_agent_behind_while_its_error_is_kept(owner
     runs = [(0, Runs(0, 4096, 4096, 1))]
     read(reader, Pull("alive", owner.memories[1], runs))
     reader.close()
+    wait_for(lambda: not any(it.name == "weightcast-rdma-close" for it in threading.enumerate()), "it is not closed")
     files = len(os.listdir("/proc/self/fd"))
     dead = Owner()
     read(reader, Pull("dead", dead.memories[0], runs))
