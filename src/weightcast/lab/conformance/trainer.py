@@ -138,7 +138,7 @@ def _answer(pipe: Connection, process: Any, log: Path, deadline: float) -> Ended
 
 
 def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> None:
-    _keep_open_files()
+    _let_nobody_inherit_files()
     with open(log, "wb") as file:
         os.dup2(file.fileno(), _STDERR)  # torch reports each lost connection with a stack
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> Non
     os._exit(0)  # threads of a group that failed may wait for a rank that is gone
 
 
-def _keep_open_files() -> None:
+def _let_nobody_inherit_files() -> None:
     """Keeps this process's open files from those that it starts.
 
     torch starts a manager of shared memory, which lives as long as an engine maps some.  It would keep the end of the
