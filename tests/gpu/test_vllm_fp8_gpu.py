@@ -44,7 +44,8 @@ EXPERTS = DENSE | {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
-AHEAD = '--additional-config={"weightcast": {"derive_ahead": true}}'
+MORE_EXPERTS = EXPERTS | {"num_experts": 16}  # vLLM's kernel for blocks computes no gate of 8, which it quantises too
+AT_COMMIT = '--additional-config={"weightcast": {"derive_ahead": false}}'
 CASES = [
     pytest.param("qwen3", DENSE, "blocks", [], id="blocks"),
     pytest.param("qwen3_moe", EXPERTS, "blocks", [], id="blocks, experts"),
@@ -62,13 +63,10 @@ CASES = [
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8"], id="online"),
     pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8"], id="online, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_block"], id="online blocks"),
-    pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8_per_block"], id="online blocks, experts"),
+    pytest.param("qwen3_moe", MORE_EXPERTS, "", ["--quantization=fp8_per_block"], id="online blocks, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_channel"], id="online channels"),
-    pytest.param("qwen3", DENSE, "blocks", [AHEAD], id="blocks, ahead"),
-    pytest.param("qwen3_moe", EXPERTS, "blocks", [AHEAD], id="blocks, experts, ahead"),
-    pytest.param("qwen3", DENSE, "", ["--quantization=fp8", AHEAD], id="online, ahead"),
-    pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8", AHEAD], id="online, experts, ahead"),
-    pytest.param("qwen3", DENSE, "exported-nvfp4", [AHEAD], id="exported nvfp4, not ahead"),
+    pytest.param("qwen3", DENSE, "", ["--quantization=fp8", AT_COMMIT], id="online, at the commit"),
+    pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8", AT_COMMIT], id="online, experts, at the commit"),
 ]
 
 
@@ -168,10 +166,11 @@ def test_an_update_is_what_vllm_makes_of_the_same_weights(
             assert Vllm().answers(server) == answers[index], f"version {version}"
         log = server.log.read_text(errors="replace")
         said = re.search(r"recorded how (\d+) of (\d+) quantised layers are derived, (ahead of|at) the commit", log)
-        assert said is not None
-        assert (AHEAD in options and said[1] == said[2]) == (said[3] == "ahead of"), said[0]
-        record("layers recorded, and all", [int(said[1]), int(said[2])])
-        record("derived", f"{said[3]} the commit")
+        assert (said is None) == (kind == "blocks"), said  # which vLLM serves as they are loaded
+        if said is not None:
+            assert (AT_COMMIT not in options and said[1] == said[2]) == (said[3] == "ahead of"), said[0]
+            record("layers recorded, and all", [int(said[1]), int(said[2])])
+            record("derived", f"{said[3]} the commit")
         record("held", len(wanted[0]))
         record("stall_s", [row["stall_s"] for row in rows])
 

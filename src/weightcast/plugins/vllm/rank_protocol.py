@@ -30,7 +30,7 @@ _SECTION = "weightcast"
 _HINT = (
     '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
     '"secret_file": "PATH", '
-    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": true}}\''
+    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": false}}\''
 )
 
 
@@ -148,7 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     draft: Literal["keep", "update"] = "keep"
     not_updated: str = ""
     warm_up: bool = False
-    derive_ahead: bool = False
+    derive_ahead: bool = True
     secret_file: str = ""
 
 
