@@ -37,11 +37,11 @@ class Engine:
         self.said.append("turn")
         self.steps += self.generates
 
-    def launch(self, count: int) -> None:
-        """A launch of so many tiles, of which 4 may come between two steps."""
+    def launch(self, count: int, size: int = 4) -> None:
+        """A launch of so many tiles, of which ``size`` may come between two steps."""
         found: list[int] = []
         with pace.paced(self.pace):
-            for part in pace.slices(count, 4):
+            for part in pace.slices(count, size):
                 found += range(count)[part]
                 self.said.append(f"{part.stop - part.start}")
         assert found == list(range(count))
@@ -59,6 +59,14 @@ def test_small_launches_share_what_comes_between_two_steps(said: list[str]) -> N
     for count in (2, 1, 3, 2):
         engine.launch(count)
     assert " ".join(said) == "2 1 1 waited turn 2 2"
+
+
+def test_launches_of_other_kinds_share_it_too(said: list[str]) -> None:
+    engine = Engine(said)
+    engine.launch(1)
+    engine.launch(800, 1000)  # three quarters of what may come are left
+    engine.launch(4)
+    assert " ".join(said) == "1 750 waited turn 50 4"
 
 
 def test_a_step_that_has_begun_by_itself_is_not_waited_for(said: list[str]) -> None:

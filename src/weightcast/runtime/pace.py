@@ -17,29 +17,32 @@ _pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
 
 
 class Pace:
-    """So many tiles between two steps, however many launches they come in."""
+    """So much work between two steps, however many launches it comes in, and of whatever kinds."""
 
     def __init__(self, steps_begun: Callable[[], int], let_a_step_begin: Callable[[], None]) -> None:
         """Takes the number of steps that the engine has begun, and a wait until it begins the next one."""
         self._steps_begun = steps_begun
         self._let_a_step_begin = let_a_step_begin
-        self._step, self._used = -1, 0
+        self._step, self._used = -1, 0.0  # the share of what may come after the beginning of this step
 
     def slices(self, count: int, size: int) -> Iterator[slice]:
-        """As the function below; ``size`` tiles come after the beginning of a step."""
+        """As the function below; ``size`` parts come after the beginning of a step."""
         first = 0
         while first < count:
-            if self._used >= size and self._steps_begun() == self._step:
+            if not self._left(size) and self._steps_begun() == self._step:
                 torch.cuda.current_stream().synchronize()
                 self._let_a_step_begin()
-                self._used = 0
+                self._used = 0.0
             step = self._steps_begun()
             if step != self._step:
-                self._step, self._used = step, 0
-            last = min(count, first + size - self._used)
+                self._step, self._used = step, 0.0
+            last = min(count, first + self._left(size))
             yield slice(first, last)
-            self._used += last - first
+            self._used += (last - first) / size
             first = last
+
+    def _left(self, size: int) -> int:
+        return max(0, round((1.0 - self._used) * size))
 
 
 @contextmanager
@@ -53,7 +56,10 @@ def paced(pace: Pace) -> Generator[None]:
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Divides ``count`` tiles into slices, of ``size`` at most between two steps; all at once where nothing is paced.
+    """Divides ``count`` parts into slices, of ``size`` at most between two steps; all at once where nothing is paced.
+
+    A part is what a caller takes for one, such as a tile or a byte.  Callers of other kinds share what may come between
+    two steps.
 
     Before it lets a step begin, it waits for the current stream of the current device.
     """

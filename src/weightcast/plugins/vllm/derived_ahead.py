@@ -5,7 +5,9 @@ A commit then exchanges it with what kernels read now.  Without it, layers are d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,8 +16,11 @@ from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, spoil
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.receiver.coverage import overlapping
 from weightcast.receiver.staging import Staging
+from weightcast.runtime.pace import slices
 from weightcast.runtime.recorded_launches import Recorder, side_by_side
 from weightcast.runtime.streams import wait_for_streams
+
+_PACED_BYTES = 2 << 30  # of the loaded form; deriving these takes an H200 about as long as a step of an 8B model
 
 
 class DerivedAhead:
@@ -65,8 +70,10 @@ class DerivedAhead:
         self._next = -1
         if self._places != (self._waiting.look(), self._second.look()):
             return
-        with side_by_side(self._recorders):
-            missed = [layer.name for layer in self._layers if not layer.derive_ahead()]
+        missed: list[str] = []
+        for layers in self._turns():
+            with side_by_side(self._recorders):
+                missed += [layer.name for layer in layers if not layer.derive_ahead()]
         wait_for_streams(*(tensor.device for tensor in self._second.lives.values()))
         if not missed:
             self._next = self._waiting.waiting_contents
@@ -94,6 +101,12 @@ class DerivedAhead:
         self._places = None
         self._next = -1
         self._second.free()
+
+    def _turns(self) -> Iterator[Sequence[QuantisedLayer]]:
+        """The layers, in groups between which the engine's steps get their turn if it generates."""
+        ends = list(itertools.accumulate(max(1, layer.own_bytes) for layer in self._layers))
+        for part in slices(ends[-1], _PACED_BYTES):
+            yield self._layers[bisect_right(ends, part.start) : bisect_right(ends, part.stop)]
 
     def _disturbed(self) -> str:
         """A layer that comes out wrong where all are derived side by side; the waiting weights are the live ones."""
