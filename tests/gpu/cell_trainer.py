@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.gpu.elsewhere import appear_on, claim_other_gpus
+from tests.gpu.sent import Sent
 from tests.gpu.trainer import toy_module
 from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
 from weightcast import UpdateFailed, WeightcastError, WeightUpdater
-from weightcast.comm import group_moves, update_group
-from weightcast.comm.group_moves import Move
 from weightcast.report import UpdateReport
 
 
@@ -41,19 +40,6 @@ class Strike:
             self.struck_at = time.monotonic()
             for pid in order["pids"]:
                 os.kill(pid, order["signal"])
-
-
-class Sent:
-    """Counts the bytes of messages that this rank gives to a process group, where they leave this package."""
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self._start = group_moves.start_moves
-        group_moves.start_moves = update_group.start_moves = self._counting  # the second one is called on CPUs
-
-    def _counting(self, group: Any, device: torch.device, sends: list[Move], *rest: Any) -> Any:
-        self.size_bytes += sum(move.data.numel() for move in sends)
-        return self._start(group, device, sends, *rest)
 
 
 @torch.no_grad()

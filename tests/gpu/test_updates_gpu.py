@@ -83,10 +83,13 @@ def results(trainers: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 def train(devices: list[str], targets: list[str], **options: object) -> dict[str, Any]:
-    first, *others = results(start_trainer(devices, targets, **options))
+    """Rank 0's answer, with the bytes that each rank has sent by messages."""
+    answers = results(start_trainer(devices, targets, **options))
+    sent_bytes = [answer.pop("sent_bytes") for answer in answers]
+    first, *others = answers
     heard = {name: value for name, value in first.items() if name != "held_bytes"}  # only rank 0 watches
     assert all(answer == heard for answer in others), "every rank hears the same report"
-    return first
+    return first | {"sent_bytes": sent_bytes}
 
 
 def digests(url: str) -> dict[str, str]:

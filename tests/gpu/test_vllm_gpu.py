@@ -34,7 +34,7 @@ from tests.gpu.servers import (
     models,
     started,
 )
-from tests.gpu.test_updates_gpu import digests
+from tests.gpu.test_updates_gpu import digests, train
 from weightcast import WeightUpdater
 from weightcast.adapters.vllm.adapter import version_of
 
@@ -191,6 +191,48 @@ def test_updates_reach_either_of_two_api_servers_and_no_value_is_read_twice(
         log = server.log.read_text()
     assert "API server 1 hands requests that concern updates on to API server 0" in log
     assert "rank 0 read the checkpoint's names and shapes" in log
+
+
+@pytest.mark.parametrize(("way", "copies"), [("messages", 2), ("relay", 1)])
+def test_two_servers_get_the_shards_of_two_trainer_ranks_by_nccl(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record, way: str, copies: int
+) -> None:
+    """All ranks are on one GPU, and for NCCL each on a host of its own; by relay a server passes on what it got."""
+    a, b = models(tmp_path_factory, "llama")
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": True}
+    with (
+        vllm(a, tmp_path / "one.log", **common, host="one") as one,
+        vllm(a, tmp_path / "two.log", **common, host="two") as two,
+        vllm(b, tmp_path / "other.log", **common) as other,
+    ):
+        for server in (one, two, other):
+            server.wait_ready()
+        answers = {a: Vllm().answers(one), b: Vllm().answers(other)}
+        assert all(old != new for old, new in zip(*answers.values(), strict=True))
+        assert Vllm().answers(two) == answers[a]
+        seconds: list[float] = []
+        for model, versions in ((b, [1, 2]), (a, [3]), (b, [4])):
+            result = train(
+                ["cuda:0", "cuda:0"],
+                [one.url, two.url],
+                transport="direct",
+                direct_by=way,
+                apart=1,
+                backend="gloo",
+                model=model,
+                dtype="bfloat16",
+                versions=",".join(map(str, versions)),
+                bucket_bytes=64 << 20,
+                timeout=120.0,
+            )
+            assert result["ok"], result
+            for row in (row for report in result["reports"] for row in report["targets"]):
+                assert (row["status"], row["transport"], row["proof"]) == ("serving", "direct", "resident"), row
+            size_bytes = copies * sum(report["bytes"] for report in result["reports"])
+            assert size_bytes <= sum(result["sent_bytes"]) < 1.02 * size_bytes, result["sent_bytes"]
+            assert Vllm().answers(one) == Vllm().answers(two) == answers[model]
+            seconds += [round(report["seconds"], 4) for report in result["reports"]]
+        record("seconds", seconds)
 
 
 @pytest.mark.parametrize("way", ["streams", "copies"])

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.gpu.elsewhere import claim_other_gpus
 from tests.gpu.memory import held_bytes
+from tests.gpu.sent import Sent
 from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightcastError, WeightUpdater
@@ -140,6 +141,7 @@ def main() -> None:
         if seen == args.die_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    sent = Sent()
     result: dict[str, Any]
     model = build(args, device)
     try:
@@ -170,6 +172,7 @@ def main() -> None:
         result = {"ok": False, "error": type(error).__name__, "text": str(error)}
     if held:
         result["held_bytes"] = held
+    result["sent_bytes"] = sent.size_bytes
     result["reports"] = [json.loads(on_every_rank(report)) for report in reports]
     print(json.dumps(result), flush=True)
     sys.stdout.flush()
