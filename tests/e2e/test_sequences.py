@@ -16,7 +16,7 @@ import pytest
 import torch
 import uvicorn
 from fastapi import FastAPI
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,6 +25,7 @@ from tests.unit.session_bench import Hooks, Ranks
 from weightcast import WeightUpdater
 from weightcast.comm.ipc import host_id
 from weightcast.digest.definition import model_digest, tensor_digest
+from weightcast.errors import ConfigError
 from weightcast.lab.bench.synthetic import nested
 from weightcast.receiver import staging
 from weightcast.receiver.engine_state import EngineFacts
@@ -180,8 +181,13 @@ class World:
 
     def connect(self) -> None:
         """Both sides work out the updates to come; what changes afterwards must be noticed."""
+        now = {name: self.parameter(number)[2].dtype for number, name in enumerate(self.names)}
+        if self.transport == "direct" and now != self.kept:
+            with pytest.raises(ConfigError, match="a cast of shards that are not gathered cannot be proven"):
+                self.connected(self.model, self.bucket_bytes)
+            self.transport = TRANSPORTS[0]  # as the hint says
         self.updater = self.connected(self.model, self.bucket_bytes)
-        self.wire = {name: self.parameter(number)[2].dtype for number, name in enumerate(self.names)}
+        self.wire = now
 
     def connected(self, model: nn.Module, bucket_bytes: int) -> WeightUpdater:
         return WeightUpdater.connect(
@@ -389,6 +395,12 @@ def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what, trans
 
 
 @quiet(5)
+@example(
+    steps=[(0, "another dtype", 3, True), (0, "trainer connects again", 0, True)],
+    size_bytes=128,
+    transport="direct",
+    compiled=True,
+)
 @given(
     steps=st.lists(STEPS, max_size=8),
     size_bytes=st.sampled_from([0, 128, 1 << 20]),
