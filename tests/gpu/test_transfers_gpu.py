@@ -157,7 +157,7 @@ def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
     def turn() -> None:
         turns.append(torch.cuda.current_stream().query())  # the slice is over
 
-    with paced(Pace(lambda: 0, turn)):
+    with paced(Pace(lambda: True, lambda: 0, turn)):
         assert torch.equal(launches.launch(), wanted)
     assert torch.equal(source, target)
     assert len(turns) > 10

@@ -102,7 +102,7 @@ def test_a_commit_finds_what_kernels_read_ready() -> None:
 def test_an_engine_that_generates_makes_steps_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     turns: list[int] = []
-    pace = Pace(lambda: len(turns), lambda: turns.append(model.launched()))
+    pace = Pace(lambda: True, lambda: len(turns), lambda: turns.append(model.launched()))
     monkeypatch.setattr(pace_of.torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(derived_ahead, "_PACED_BYTES", model.quantised[0].own_bytes)
     before = model.launched()

@@ -81,7 +81,7 @@ class SwitchRank(ABC):
         self.in_session = False  # an update is under way
         self._applying = False
         self._steps, self._stepped_at = 0, float("-inf")
-        self._pace = Pace(lambda: self.steps_begun(), self._let_a_step_begin)
+        self._pace = Pace(lambda: self.generates(), lambda: self.steps_begun(), self._let_a_step_begin)
         self._no_room = ""
 
     # -- for subclasses

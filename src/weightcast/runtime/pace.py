@@ -19,8 +19,11 @@ _pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
 class Pace:
     """So much work between two steps, however many launches it comes in, and of whatever kinds."""
 
-    def __init__(self, steps_begun: Callable[[], int], let_a_step_begin: Callable[[], None]) -> None:
-        """Takes the number of steps that the engine has begun, and a wait until it begins the next one."""
+    def __init__(
+        self, generates: Callable[[], bool], steps_begun: Callable[[], int], let_a_step_begin: Callable[[], None]
+    ) -> None:
+        """Takes what says whether the engine generates, how many steps it has begun, and a wait for the next one."""
+        self._generates = generates
         self._steps_begun = steps_begun
         self._let_a_step_begin = let_a_step_begin
         self._step, self._used = -1, 0.0  # the share of what may come after the beginning of this step
@@ -29,6 +32,9 @@ class Pace:
         """As the function below; ``size`` parts come after the beginning of a step."""
         first = 0
         while first < count:
+            if not self._generates():
+                yield slice(first, count)
+                return
             if not self._left(size) and self._steps_begun() == self._step:
                 torch.cuda.current_stream().synchronize()
                 self._let_a_step_begin()
@@ -56,10 +62,10 @@ def paced(pace: Pace) -> Generator[None]:
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Divides ``count`` parts into slices, of ``size`` at most between two steps; all at once where nothing is paced.
+    """Divides ``count`` parts into slices, of ``size`` at most between two steps.
 
-    A part is what a caller takes for one, such as a tile or a byte.  Callers of other kinds share what may come between
-    two steps.
+    All comes at once where nothing is paced, and while the engine does not generate.  A part is what a caller takes for
+    one, such as a tile or a byte; callers of all kinds share what may come between two steps.
 
     Before it lets a step begin, it waits for the current stream of the current device.
     """
