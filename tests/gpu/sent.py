@@ -1,4 +1,4 @@
-"""What a trainer rank gives to process groups, in bytes."""
+"""Counts the bytes that a trainer rank gives to process groups."""
 
 from __future__ import annotations
 
