@@ -315,6 +315,7 @@ class Loader:
                 hint="go back to the first bucket",
             )
         self.staging.renew(self._unsafe)
+        self.staging.begin()
         self._unsafe.clear()
         self._arrivals.begin_again()
         for plan in kept:
