@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.engines.environment import QUICK, package_path
@@ -32,6 +33,15 @@ RAY_SETTINGS = {
 
 # weightcast brings it: pip installs it beside an engine that lacks it.  The servers' own HTTP uses it then, too.
 HTTP_PARSER = "httptools==0.9.0"
+
+
+NIXL = "nixl-cu13==1.5.1"  # works on a CPU
+
+
+def with_wheels(environment: Mapping[str, str], python: Path, wheels: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that finds these wheels too, each without what it needs."""
+    path = [*(str(overlay(python, wheel)) for wheel in wheels), environment["PYTHONPATH"]]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def receiver_path(python: Path, folder: Path) -> str:

@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import start
-from tests.engines.overlays import overlay, receiver_path
+from tests.engines.overlays import overlay, receiver_path, with_wheels
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
@@ -45,6 +45,7 @@ def sglang(
     receiver: bool = False,
     version: str = "0.5.23",
     extra: Mapping[str, str] | None = None,
+    wheels: Sequence[str] = (),
 ) -> Iterator[list[Engine]]:
     """Several servers on the CPU in fp32, started side by side; ended on the way out.
 
@@ -54,12 +55,13 @@ def sglang(
         receiver: With our receiver in it.
         version: Version of SGLang.
         extra: More of its environment.
+        wheels: Packages beside it that its own environment does not have.
     """
     with ExitStack() as stack:
         found: list[tuple[Engine, Path]] = []
         for number, (model, tp, options) in enumerate(settings):
             log = logs / f"sglang-{number}.log"
-            engine = _start(model, tp, options, log, extra or {}, receiver=receiver, version=version)
+            engine = _start(model, tp, options, log, extra or {}, wheels, receiver=receiver, version=version)
             stack.callback(engine.stop, within_s=10)
             found.append((engine, log))
         for engine, log in found:
@@ -121,14 +123,16 @@ def _start(
     options: Sequence[str],
     log: Path,
     extra: Mapping[str, str],
+    wheels: Sequence[str],
     *,
     receiver: bool = False,
     version: str = "0.5.23",
 ) -> Engine:
     port = quiet_port()
     (python, *argv), environment = sglang_command(model, tp, options, port, receiver=receiver, version=version)
+    environment = with_wheels(environment, Path(python), wheels) | dict(extra)
     with log.open("w") as output:
-        process = start(Path(python), argv, modules=IMPORTED, env=environment | dict(extra), output=output)
+        process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
     client = httpx.Client(timeout=300.0, trust_env=False, limits=NO_KEEP_ALIVE)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
 

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
+from tests.engines.overlays import NIXL
 from tests.engines.sglang_load import Stream, wait_until_waiting
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
@@ -495,8 +496,10 @@ class TestMore:
         expected = [answers(model) for model in models]
         assert expected[0] != expected[1]
         ways = [{"direct_by": "memory"}, {"direct_by": "messages"}, {"direct_by": "shards", "keep_mapped": True}]
+        ways += [{"direct_by": "rdma"}]
         settings = (folders["moe"], 2, ("--disable-overlap-schedule",))
-        with sglang(tmp_path, settings, receiver=True, version=version) as (engine,), closing(Ranks(2)) as ranks:
+        started = sglang(tmp_path, settings, receiver=True, version=version, wheels=[NIXL])
+        with started as (engine,), closing(Ranks(2)) as ranks:
             for number, way in enumerate(ways, start=1):
                 weights = str(checkpoints[number % 2])
                 said = ranks.run(update_directly, weights, engine.url, number, way)

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.clock import AMPLE_S, PATIENCE_S
 from tests.e2e.engines import Engine, push, status, verify, weightcast
+from tests.engines.overlays import NIXL
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
 from tests.engines.trainer import update_directly, update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
@@ -86,7 +87,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
     expected = {name: said_by(folder) for name, folder in folders.items()}
     assert expected["A"] != expected["B"]
     tiny_model(tmp_path / "other", num_hidden_layers=3)
-    with vllm(folders["A"], tmp_path, "--no-enable-prefix-caching", tp=2) as engine:
+    with vllm(folders["A"], tmp_path, "--no-enable-prefix-caching", tp=2, wheels=[NIXL]) as engine:
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["A"]
         for version, name, via in ((5, "B", "ipc"), (6, "A", "broadcast"), (7, "B", "broadcast")):
             report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "64KiB")
@@ -103,14 +104,17 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
                 assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
             # Each of vLLM's ranks takes its own share out of the trainer ranks' shards, which nobody gathers.
             ways = [{"direct_by": "memory"}, {"direct_by": "messages"}, {"direct_by": "shards", "keep_mapped": True}]
-            for version, name, way in zip((10, 11, 12), "ABA", ways, strict=True):
+            ways += [{"direct_by": "rdma"}]
+            for version, name, way in zip((10, 11, 12, 13), "ABAB", ways, strict=True):
                 said = ranks.run(update_directly, str(folders[name]), engine.url, version, way)
                 (row,) = json.loads(said[0])["targets"]
                 assert (row["proof"], row["version_after"], row["transport"]) == ("resident", version, "direct")
                 assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
-            assert verify(folders["A"], engine) == (0, set())
-            (row,) = json.loads(ranks.run(update_sharded, str(folders["B"]), engine.url, "ipc", 13)[0])["targets"]
-            assert row["version_after"] == 13
+            assert verify(folders["B"], engine) == (0, set())
+            (row,) = json.loads(ranks.run(update_sharded, str(folders["A"]), engine.url, "ipc", 14)[0])["targets"]
+            assert row["version_after"] == 14
+            (row,) = json.loads(ranks.run(update_sharded, str(folders["B"]), engine.url, "ipc", 15)[0])["targets"]
+            assert row["version_after"] == 15
         # Stock vLLM answers nobody any more while it waits for a trainer that never comes.
         store = Rendezvous(host="127.0.0.1", timeout_s=PATIENCE_S)
         lonely = Join(
@@ -132,7 +136,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             assert not waits.done()
             assert waits.result().status_code >= 400
             assert "missing [0]" in waits.result().text
-        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 14)
+        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 16)
         assert refused.returncode == 2
         assert "do not fit" in refused.stderr
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]

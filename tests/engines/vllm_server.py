@@ -7,7 +7,7 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import httpx
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import engine_python
 from tests.engines.forked import start
-from tests.engines.overlays import receiver_path
+from tests.engines.overlays import receiver_path, with_wheels
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
@@ -41,6 +41,7 @@ def vllm(
     stock: bool = False,
     serve: bool = False,
     extra: Mapping[str, str | None] | None = None,
+    wheels: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """Serve a folder with vLLM on the CPU, in fp32; ended on the way out.
 
@@ -53,9 +54,11 @@ def vllm(
         stock: Without our receiver, with its own routes for updates.
         serve: Started as ``vllm serve`` does it, which can start several API servers.
         extra: More of its environment; None takes a variable away.
+        wheels: Packages beside it that its own environment does not have.
     """
     port = quiet_port()
     command, environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
+    environment = with_wheels(environment, Path(command[0]), wheels)
     python, *argv = as_command(command) if serve else command
     environment = {name: value for name, value in (environment | (extra or {})).items() if value is not None}
     log = logs / "vllm.log"

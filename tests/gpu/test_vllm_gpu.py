@@ -37,6 +37,7 @@ from tests.gpu.servers import (
 from tests.gpu.test_updates_gpu import digests, train
 from weightcast import WeightUpdater
 from weightcast.adapters.vllm.adapter import version_of
+from weightcast.comm import nixl
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()
@@ -193,11 +194,17 @@ def test_updates_reach_either_of_two_api_servers_and_no_value_is_read_twice(
     assert "rank 0 read the checkpoint's names and shapes" in log
 
 
-@pytest.mark.parametrize(("way", "copies"), [("messages", 2), ("relay", 1)])
-def test_two_servers_get_the_shards_of_two_trainer_ranks_by_nccl(
+RDMA = pytest.param("rdma", 0, marks=pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing()))
+
+
+@pytest.mark.parametrize(("way", "copies"), [("messages", 2), ("relay", 1), RDMA])
+def test_two_servers_get_the_shards_of_two_trainer_ranks(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record, way: str, copies: int
 ) -> None:
-    """All ranks are on one GPU, and for NCCL each on a host of its own; by relay a server passes on what it got."""
+    """All ranks are on one GPU, and for NCCL each on a host of its own; by relay a server passes on what it got.
+
+    ``copies`` is how often all trainer ranks together send the model by messages.
+    """
     a, b = models(tmp_path_factory, "llama")
     common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": True}
     with (
@@ -229,7 +236,7 @@ def test_two_servers_get_the_shards_of_two_trainer_ranks_by_nccl(
             for row in (row for report in result["reports"] for row in report["targets"]):
                 assert (row["status"], row["transport"], row["proof"]) == ("serving", "direct", "resident"), row
             size_bytes = copies * sum(report["bytes"] for report in result["reports"])
-            assert size_bytes <= sum(result["sent_bytes"]) < 1.02 * size_bytes, result["sent_bytes"]
+            assert size_bytes <= sum(result["sent_bytes"]) <= 1.02 * size_bytes, result["sent_bytes"]
             assert Vllm().answers(one) == Vllm().answers(two) == answers[model]
             seconds += [round(report["seconds"], 4) for report in result["reports"]]
         record("seconds", seconds)

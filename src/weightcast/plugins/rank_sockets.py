@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from weightcast.comm import nixl
 from weightcast.comm.authenticated import AuthenticatedConnection
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.errors import EngineFailure, some
@@ -51,6 +52,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         staging_note: The reason why the staging set is not on the device; empty if it is.
         computed: Names of the tensors that this rank's loader computes with.
         reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
+        reads_remote: True if it can read memory of other hosts through NIXL.
         host_id: Boot id of its host.
     """
 
@@ -64,6 +66,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     staging_note: str = ""
     computed: tuple[str, ...] = ()
     reads_shares: bool = False
+    reads_remote: bool = False
     host: str = ""
     host_id: str = ""
 
@@ -220,6 +223,7 @@ def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequenc
         host=socket.gethostname(),
         host_id=host_id(),
         reads_shares=not loader.copies,  # nobody compares what must be equal if each rank reads its own share
+        reads_remote=not nixl.missing(),
     )
 
 
@@ -306,6 +310,7 @@ def engine_facts(executor: SwitchExecutor, *, notes: Sequence[str] = (), **field
         staging_bytes=max(hello.staging_bytes for hello in hellos),
         specs=specs,
         optional=optional,
+        reads_remote=all(hello.reads_remote for hello in hellos),
         note="; ".join(notes),
         **fields,
     )
