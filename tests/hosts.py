@@ -150,7 +150,11 @@ def enter(host: Host) -> None:
     """Moves this process to a host; it must have one thread."""
     host.enter_network()
     appear_on(host)
-    subprocess.run(["mount", "-t", "sysfs", "none", "/sys"], check=True)  # where UCX looks for interfaces
+
+
+def show_interfaces() -> None:
+    """Lets UCX see the interfaces of the host that this process has entered: it looks for them in ``/sys``."""
+    subprocess.run(["mount", "-t", "sysfs", "none", "/sys"], check=True)
 
 
 def appear_on(host: Host) -> None:
@@ -184,6 +188,7 @@ def _ip(*arguments: str) -> None:
 
 def _main() -> None:
     enter(Host.read(sys.argv[1]))
+    show_interfaces()
     if sys.argv[2] != "-m":
         raise SystemExit("what follows the host must be -m MODULE ...")
     sys.argv = sys.argv[3:]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine
 from tests.e2e.test_relay_hosts import start
-from tests.hosts import Host, cannot, enter, hosts
+from tests.hosts import Host, cannot, enter, hosts, show_interfaces
 from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
@@ -41,6 +41,7 @@ def places(tmp_path) -> Iterator[list[Host]]:
 def move_to(host: Host, rank: int) -> None:
     """Puts a trainer rank on a host."""
     enter(host)
+    show_interfaces()
 
 
 def update_each(
