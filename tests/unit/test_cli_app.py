@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from weightcast import __version__
+from weightcast.adapters.registry import KINDS
 from weightcast.cli.app import app
 from weightcast.cli.options import MEANING, targets
 from weightcast.errors import ConfigError
@@ -199,6 +200,18 @@ def test_status_of_nobody(closed_port):
 def test_status_of_another_server(other_server):
     result = run("status", other_server)
     assert "not an engine that weightcast can update" in one_error(result)
+
+
+def test_status_of_a_named_kind_that_the_server_is_not_says_who_would_ask_for_all(other_server):
+    result = run("status", other_server, "--engine", "vllm-extension")
+    assert "not an engine that weightcast can update as vllm-extension" in one_error(result)
+    assert "leave the kind out" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["push", "status", "doctor"])
+def test_help_lists_every_kind_of_engine(command):
+    words = "".join(run(command, "--help").stdout.split())
+    assert "auto|" + "|".join(kind.name for kind in KINDS) in words
 
 
 def test_doctor_of_nobody(closed_port):

@@ -96,7 +96,7 @@ EngineKind = Annotated[
     str,
     typer.Option(
         "--engine",
-        metavar="auto|native|sglang|vllm|lmdeploy",
+        metavar="auto|native|sglang|lmdeploy|vllm|vllm-extension",
         help="Kind of the engines; auto asks each one. Name a kind to use that engine's own weight routes.",
     ),
 ]

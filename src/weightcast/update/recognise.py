@@ -73,6 +73,12 @@ async def _probe(client: Client, kinds: Sequence[Kind], timeout_s: float | None)
             ) from error
         if info is not None:
             return info
+    asked = client.target.engine
+    if asked != "auto":
+        raise ConfigError(
+            f"{url} answers, but is not an engine that weightcast can update as {asked}",
+            hint="leave the kind out: engine='auto' and --engine auto, the defaults, ask for every kind",
+        )
     names = ", ".join(kind.name for kind in kinds)
     raise ConfigError(
         f"{url} answers, but is not an engine that weightcast can update (known kinds: {names})",
