@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.test_head import info
 from weightcast import ConfigError
 from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id
 from weightcast.config import UpdateConfig
-from weightcast.transports.preflight import choose_receivers, choose_transport
+from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.transports.preflight import check_scattered, choose_receivers, choose_transport
 from weightcast.transports.spec import Placement
 from weightcast.update import diagnose
 from weightcast.update.diagnose import Check
@@ -212,6 +216,16 @@ def test_auto_never_takes_rdma(nixl_here) -> None:
 def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Placement, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_transport("direct", place)
+
+
+def test_a_folder_has_no_shards_to_send_and_the_hint_is_for_push_too(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with (
+        CheckpointExporter(tmp_path) as folder,
+        pytest.raises(ConfigError, match="CheckpointExporter cannot") as caught,
+    ):
+        check_scattered(Mock(), (), UpdateConfig(), folder)
+    assert caught.value.hint.endswith("--via auto")
 
 
 def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:

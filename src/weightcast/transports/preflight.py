@@ -80,7 +80,7 @@ def _check_no_draft(link: Link, ours: Mapping[str, TensorSpec]) -> None:
 def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfig, exporter: Exporter) -> None:
     """Raises ConfigError unless an engine can read shards that no rank has gathered, and they can be proven."""
     way = "shards that are not gathered"
-    hint = 'use another transport: transport="auto"'
+    hint = 'use another transport: transport="auto", --via auto'
     if not isinstance(exporter, Scattering) or not isinstance(exporter, Summing) or exporter.unsummed():
         raise ConfigError(f"{type(exporter).__name__} cannot send {way}", hint=hint)
     if config.keep_mapped and not isinstance(exporter, Mappable):
