@@ -130,6 +130,8 @@ def test_one_url_is_one_target():
     assert [target.url for target in targets_of(("http://a:1", Target("http://b:2")))] == ["http://a:1", "http://b:2"]
     with pytest.raises(ConfigError, match="no targets"):
         targets_of([])
+    with pytest.raises(ConfigError, match="http://b:2 is named twice"):
+        targets_of(["http://a:1", "http://b:2", Target("http://b:2/")])
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def choose_transport(asked: SpecName, placement: Placement, *, without: Collecti
                 f"{url} ({info.engine}) "
                 + (f"takes no update by {spec.name}, only by {ways}" if ways else "takes no update as it was started"),
                 hint=info.message
-                or "docs/engines/matrix.md lists the transports of each engine; choose one with --via",
+                or "docs/engines/matrix.md lists the transports of each engine; choose one with transport= or --via",
             )
     _check_reach(spec, placement)
     spec.check(placement)

@@ -6,6 +6,7 @@ Each function names the argument that it refuses.  Nothing here opens a connecti
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -73,8 +74,9 @@ def targets_of(targets: Targets) -> tuple[Target, ...]:
     if not listed:
         raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
     known = tuple(Target(target) if isinstance(target, str) else target for target in listed)
-    if len({target.url for target in known}) != len(known):
-        raise ConfigError("a target is listed twice")
+    for url, count in Counter(target.url for target in known).items():
+        if count > 1:
+            raise ConfigError(f"{url} is named twice")
     return known
 
 
