@@ -36,7 +36,7 @@ from tests.harness import BeforeCommit, wait_for
 from tests.raycluster import HEAD, HIGH, LOW
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_watch_metrics import series
-from weightcast import Target, UpdateFailed, WeightUpdater, copy_from_peer
+from weightcast import ConfigError, Target, UpdateFailed, WeightUpdater, copy_from_peer
 from weightcast.comm.ports import quiet_port
 
 pytestmark = [pytest.mark.engine_full]
@@ -573,7 +573,7 @@ class TestPrefixes:
                 served.step(mode)
                 assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
                 assert self.cached(engine) == 0, mode
-            with pytest.raises(UpdateFailed, match="would leave prefixes of the old weights to others"):
+            with pytest.raises(ConfigError, match=r"pause='in_place': .* would leave prefixes of the old weights"):
                 served.step("in_place")
             # The KV cache of the prefixes is gone with sleep; what LMDeploy knows of them must be gone too.
             assert self.cached(engine) > 0

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends
 
 from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.drafts import draft_setting, keeps_draft
-from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployExecutor, LmdeployHooks
+from weightcast.plugins.lmdeploy.engine_hooks import NO_IN_PLACE, EngineCalls, LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words
 from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, mp_executor
 from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
@@ -54,6 +54,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
         # No ``direct``: LMDeploy keeps a float32 checkpoint's head in float32 and the rest in float16, and shares are
         # only read in the dtype that the trainer has.
         transports=("ipc", "broadcast"),
+        no_pause={"in_place": NO_IN_PLACE} if config.enable_prefix_caching else {},
         hazards=(keeps_draft("LMDeploy"),) if async_engine.speculative_config and not draft_setting() else (),
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))

@@ -19,6 +19,11 @@ from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
+# With prefix caching.
+NO_IN_PLACE = (
+    "requests that go on with pause in_place would leave prefixes of the old weights to others (use pause retract, or "
+    "start LMDeploy without --enable-prefix-caching)"
+)
 _SHORT_S = 30.0
 _GRACE_S = 10.0
 _MARK_S = 60.0
@@ -143,9 +148,7 @@ class LmdeployExecutor(SwitchExecutor):
         """Implements ``Executor.apply``."""
         if isinstance(message, Open):
             if message.pause == "in_place" and self._prefix_caching:
-                words = "requests that go on with pause in_place would leave prefixes of the old weights to others"
-                why = f"{words} (use pause retract, or start LMDeploy without --enable-prefix-caching)"
-                return [RankAck(rank=rank, ok=False, refused=True, error=why) for rank in range(self.tp_size)]
+                return [RankAck(rank=rank, ok=False, refused=True, error=NO_IN_PLACE) for rank in range(self.tp_size)]
             self._mode = message.pause
         return super().apply(message, timeout_s=timeout_s)
 
