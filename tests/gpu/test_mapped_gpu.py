@@ -97,6 +97,41 @@ def test_the_second_copies_take_as_much_memory_as_the_first_and_give_it_back(liv
     assert nothing > before + size_bytes - (64 << 20)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_captured_graph_reads_weights_that_have_slept_without_memory(live, stored):
+    size_bytes = sum(tensor.nbytes for tensor in live.values())
+    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    read = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for name, tensor in live.items():
+            read[name].copy_(tensor * 1)
+    for _ in range(3):
+        new = write(stage, live)
+        stage.flip()
+        before, _ = torch.cuda.mem_get_info()
+        if stored:
+            stage.store()
+        stage.free()
+        assert stage.let_go() >= size_bytes
+        asleep, _ = torch.cuda.mem_get_info()
+        assert asleep > before + 2 * size_bytes - (64 << 20)
+        stage.restore()
+        stage.allocate()
+        awake, _ = torch.cuda.mem_get_info()
+        assert awake > before - (64 << 20)
+        if stored:
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same(live, new)
+            assert same(read, new)
+        new = write(stage, live)
+        stage.flip()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(read, new)
+
+
 def test_contents_that_another_stream_has_written_are_mapped_whole(live):
     stage = Staging(live, "device", keep_storage=True, may_move=True)
     side = torch.cuda.Stream()

@@ -9,7 +9,7 @@ import torch
 
 from tests.mapped import HostMapper
 from tests.unit.test_staging import bits, residents, write
-from weightcast.receiver import staging
+from weightcast.receiver import mapped_set, staging
 from weightcast.receiver.staging import Staging
 
 
@@ -121,6 +121,94 @@ def test_freed_memory_comes_back_at_the_same_addresses(mapper):
     new = write(stage, live)
     stage.flip()
     assert bits(live) == new
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("flips", [0, 1])
+def test_live_parameters_sleep_without_memory_and_wake_at_the_same_addresses(mapper, monkeypatch, stored, flips):
+    monkeypatch.setattr(mapped_set, "_STORED_AT_ONCE", HostMapper.granularity)  # several parts
+    live = residents()
+    stage = staged(live)
+    for _ in range(flips):
+        write(stage, live)
+        stage.flip()
+    old, addresses = bits(live), {name: tensor.data_ptr() for name, tensor in live.items()}
+    size_bytes = stage.mapped_bytes
+    if stored:
+        stage.store()
+    stage.free()
+    assert stage.let_go() == size_bytes
+    assert not mapper.live
+    assert stage.let_go() == 0  # it sleeps already
+    assert stage.look() is not None  # reads no parameter
+    stage.restore()
+    assert (bits(live) == old) is stored
+    stage.restore()  # a second call does nothing
+    stage.allocate()
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+    assert len(mapper.live) == 2
+    old, new = bits(live), write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+    stage.undo()
+    assert bits(live) == old
+
+
+def test_parameters_sleep_on_where_there_is_no_memory_to_wake(mapper, monkeypatch):
+    live = residents()
+    stage = staged(live)
+    old = bits(live)
+    stage.store()
+    stage.free()
+    stage.let_go()
+
+    def create(size_bytes: int) -> int:
+        raise torch.OutOfMemoryError("there is no more")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(mapper, "create", create)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="no more"):
+                stage.restore()
+            assert not mapper.live
+    stage.restore()
+    stage.allocate()
+    assert bits(live) == old
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+
+
+def test_parameters_that_a_failed_flip_left_without_memory_are_stored(mapper):
+    live = residents()
+    old = bits(live)
+    stage = staged(live)
+    write(stage, live)
+    mapper.fail_at = 1
+    for attempt in (stage.flip, stage.store):
+        with pytest.raises(RuntimeError, match="the driver refuses"):
+            attempt()
+    mapper.fail_at = None
+    stage.store()
+    stage.free()
+    stage.let_go()
+    stage.restore()
+    assert bits(live) == old
+
+
+def test_what_parameters_have_left_is_freed_before_their_second_copies_are_made(mapper):
+    live = torch.randn(5, 3)
+    before = live.data_ptr()
+    seen: list[tuple[bool, int]] = []
+    stage = Staging(
+        {"alone": live},
+        "device",
+        keep_storage=True,
+        may_move=True,
+        after_move=lambda: seen.append((live.data_ptr() == before, len(mapper.live))),
+    )
+    assert seen == [(False, 1)]
+    assert stage.mapped_bytes
 
 
 def test_an_engine_that_moves_its_weights_away_gets_all_memory_back(mapper):

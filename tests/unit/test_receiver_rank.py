@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
+from tests.mapped import HostMapper
 from tests.unit.models import FusedModel, ScalingModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, Refused
-from weightcast.receiver import WeightReceiver
+from weightcast.receiver import WeightReceiver, staging
 from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.runtime import peak_memory
 from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
@@ -570,6 +571,31 @@ def test_asleep_it_neither_takes_an_update_nor_reads_back(model, place):
         ack = receiver.apply(message[0])
         assert (ack.ok, ack.refused, ack.error) == (False, True, "the engine is asleep (wake it first)")
     receiver.wake()
+    assert run(receiver, Sender(NEW)).ok
+    assert differing(model, new_state()) == []
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_asleep_it_lets_its_weights_go_and_brings_back_what_was_not_discarded(model, monkeypatch, discard):
+    mapper = HostMapper()
+    monkeypatch.setattr(staging, "mapper_of", lambda device: mapper)
+    receiver = receiver_of(model, staging="device", keep_storage=True, may_move=True)
+    sender = Sender(OLD)
+    run(receiver, sender, until="close")
+    with pytest.raises(Refused, match="an update is under way"):
+        receiver.sleep(discard=discard, lets_go=True)
+    assert receiver.apply(sender.commit()).ok
+    before, held = state(model), ResidentFold().fold([receiver.apply(Readback())]).digests
+    receiver.sleep(discard=discard, lets_go=True)
+    assert receiver.loader.staging.let_go()
+    assert not mapper.live
+    assert "asleep" in receiver.apply(Readback()).error
+    receiver.wake()
+    if discard:
+        assert differing(model, before)
+    else:
+        assert differing(model, before) == []
+        assert ResidentFold().fold([receiver.apply(Readback())]).digests == held
     assert run(receiver, Sender(NEW)).ok
     assert differing(model, new_state()) == []
 

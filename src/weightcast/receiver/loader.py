@@ -8,6 +8,7 @@ They go into the live parameters directly, or, with ``hold_computed``, wait whol
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -174,9 +175,7 @@ class Loader:
                 written[route.parameter] = written.get(route.parameter, 0) + route.box.numel
         return [name for name, tensor in self.residents.items() if written.get(name, 0) < tensor.numel()]
 
-    def stage(
-        self, place: Place, *, keep_storage: bool = False, in_order: bool = False, may_move: bool = False
-    ) -> None:
+    def stage(self, place: Place, *, keep_storage: bool = False, **options: Any) -> None:
         """Allocates the staging set; the options are those of ``Staging``."""
         why = self.unstaged_because(keep_storage=keep_storage)
         if place != "none" and why:
@@ -184,7 +183,7 @@ class Loader:
         # A parameter that no update writes has no second version and stays where it is.
         written = {name: tensor for name, tensor in self.residents.items() if name in self._written}
         staged = written if place != "none" else self.residents
-        self.staging = Staging(staged, place, keep_storage=keep_storage, in_order=in_order, may_move=may_move)
+        self.staging = Staging(staged, place, keep_storage=keep_storage, **options)
         self.known = None
 
     def check(self, specs: Sequence[TensorSpec]) -> None:

@@ -176,14 +176,18 @@ class WeightReceiver:
         self._interrupted.set()
         self._broadcast.interrupt(reason)
 
-    def sleep(self, *, discard: bool = False, hint: str = "POST /wake first") -> None:
+    def sleep(self, *, discard: bool = False, lets_go: bool = False, hint: str = "POST /wake first") -> None:
         """Frees device memory that only updates need, and refuses updates and read-backs until ``wake``.
 
         ``discard`` is for an engine that drops its weights: parameters that no full update writes are then kept on the
-        host.  ``hint`` is the advice in refusals.  It raises ``Refused`` while an update is under way.
+        host.  ``lets_go`` is for one that calls the staging set's ``let_go`` next: unless they are discarded, the
+        parameters that were moved are kept on the host.  ``hint`` is the advice in refusals.  It raises ``Refused``
+        while an update is under way.
         """
         if self._open is not None and self._committed != self._open.session:
             raise Refused("an update is under way, which writes into the memory that sleep gives back")
+        if lets_go and not discard:
+            self.loader.staging.store()
         if discard:
             live = self.loader.residents
             self._set_aside = {name: live[name].detach().to("cpu", copy=True) for name in self.loader.partly_written()}
@@ -196,6 +200,7 @@ class WeightReceiver:
 
     def wake(self) -> None:
         """Undoes ``sleep``, once the weights (or their memory) are back on their device."""
+        self.loader.staging.restore()
         for name, values in self._set_aside.items():
             self.loader.residents[name].detach().copy_(values)
         self._set_aside.clear()

@@ -8,7 +8,7 @@ holds the old version, which ``undo`` restores.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,6 +83,7 @@ class Staging:
         keep_storage: bool = False,
         in_order: bool = False,
         may_move: bool = False,
+        after_move: Callable[[], object] = torch.cuda.empty_cache,
     ) -> None:
         """Allocates the set.
 
@@ -98,10 +99,12 @@ class Staging:
             may_move: True if nothing has noted addresses of parameters yet, and the engine frees and moves none by an
                 account of its own.  With ``keep_storage``, parameters on a GPU then move once, now, and a flip maps
                 other memory to their new addresses.
+            after_move: Frees the memory that those parameters have left.
         """
         self.place: Place = place
         self._keep_storage = keep_storage
         self._may_move = may_move and keep_storage and place == "device"
+        self._after_move = after_move
         self._waits = not in_order
         self.lives = dict(residents)
         self._tensors = list(self.lives.values())
@@ -160,6 +163,20 @@ class Staging:
                 self._mapped.free()
         else:
             self._waiting = {name: tensor for name, tensor in self._waiting.items() if tensor.device.type == "cpu"}
+
+    def store(self) -> None:
+        """As ``MappedSet.store``, for the parameters that were moved, if there are any."""
+        if self._mapped is not None:
+            self._mapped.store()
+
+    def let_go(self) -> int:
+        """As ``MappedSet.let_go``."""
+        return self._mapped.let_go() if self._mapped is not None else 0
+
+    def restore(self) -> None:
+        """As ``MappedSet.restore``."""
+        if self._mapped is not None:
+            self._mapped.restore()
 
     def abandon(self) -> None:
         """Drops the set while a broadcast may write to it, and keeps it alive; ``allocate`` then gets other memory."""
@@ -324,7 +341,7 @@ class Staging:
             device = self._tensors[0].device if self._tensors else torch.device("cpu")
             mapper = mapper_of(device)
             movable = {n: t for n, t in self.lives.items() if t.device == device and _is_dense(t)}
-            self._mapped = MappedSet(movable, mapper) if mapper is not None else None
+            self._mapped = MappedSet(movable, mapper, self._after_move) if mapper is not None else None
         if self._mapped is not None:
             self._waiting.update(self._mapped.waiting)
         self._sort()
