@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from tests.vllm_streams import Streams as Streams
-from weightcast.plugins.vllm import worker
+from weightcast.plugins.vllm import weights_pool, worker
 
-worker.maps_weights = lambda vllm_config: False
+worker.maps_weights = weights_pool.maps_weights = lambda vllm_config: False

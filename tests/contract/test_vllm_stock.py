@@ -125,10 +125,18 @@ def test_weightcasts_backend_fits_this_version(said: tuple[str, dict[str, Any]])
 
 def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str, dict[str, Any]]) -> None:
     found = of(said, "around")
-    assert found["sleep"] == [["sleep", 1], ["wake", ["weights"]]]
+    assert found["sleep"] == [["sleep", 1], "let go", ["restore", ["weights"]], ["wake", ["weights"]]]
     assert found["room"] == [["room", 1000]]
     assert found["left"] == 970
     assert found["warms up"]
+
+
+def test_what_leaves_the_pool_of_this_versions_sleep_is_freed_once(said: tuple[str, dict[str, Any]]) -> None:
+    found = of(said, "pool_of_sleep")
+    assert found["leaves"] == [False, True, False, False]  # not without it, with another one, or with other records
+    first, *left, last = [4096 + number * (2 << 20) for number in range(4)]
+    once = [4 << 20, left]
+    assert found["freed"] == [once, once, [4 << 20, [*left, first, last]], [6 << 20, [*left, first, last, first]]]
 
 
 def test_core_of_this_version_has_our_methods_before_it_is_forked(said: tuple[str, dict[str, Any]]) -> None:

@@ -467,6 +467,13 @@ def around() -> dict[str, Any]:
         def fall_asleep(self, level: int) -> None:
             told.append(["sleep", level])
 
+        def let_go(self) -> None:
+            told.append("let go")
+
+        def restore(self, tags: Any) -> str:
+            told.append(["restore", tags])
+            return ""
+
         def wake(self, tags: Any) -> None:
             told.append(["wake", tags])
 
@@ -498,6 +505,87 @@ def around() -> dict[str, Any]:
     found["warms up"] = {"num_tokens", "skip_eplb"} <= set(runs)
     found["room"] = [*told]
     return found
+
+
+class Pool:
+    """torch's account of a memory pool."""
+
+    def __init__(self) -> None:
+        self.segments = [
+            {"address": 4096 + number * (2 << 20), "allocated_size": 1 << 20, "total_size": 2 << 20}
+            for number in range(4)
+        ]
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, int]]:
+        return self.segments
+
+
+def pool_of_sleep() -> dict[str, Any]:
+    """This version's allocator for sleep mode, without its driver calls: what parameters have left is freed, once."""
+    from vllm.device_allocator import cumem
+
+    from weightcast.plugins.vllm.weights_pool import WeightsPool
+
+    released: list[int] = []
+    pool = Pool()
+
+    @contextlib.contextmanager
+    def own_pool(*callbacks: Any) -> Any:
+        yield (pool, object())
+
+    def nothing(*arguments: Any) -> None:
+        pass
+
+    def pool_of(**more: str) -> WeightsPool:
+        return WeightsPool(
+            SimpleNamespace(
+                additional_config={"weightcast": {"map_with_sleep": True}},
+                device_config=SimpleNamespace(device_type="cuda"),
+                model_config=SimpleNamespace(enable_sleep_mode=True, **more),
+                parallel_config=SimpleNamespace(),
+            )
+        )
+
+    changed: list[tuple[Any, str, Any]] = [
+        (cumem, "use_memory_pool_with_allocator", own_pool),
+        (cumem, "unmap_and_release", lambda handle: released.append(handle[2])),
+        (cumem, "create_and_map", nothing),
+        (cumem, "libcudart", SimpleNamespace(cudaMemcpy=nothing)),
+        (cumem, "PIN_MEMORY", False),
+        (cumem.CuMemAllocator, "instance", None),
+        *(
+            (owner, name, nothing)
+            for owner in (torch.cuda, torch.accelerator)
+            for name in ("synchronize", "empty_cache")
+        ),
+    ]
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in changed:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        without = pool_of().may_leave
+        allocator = cumem.CuMemAllocator.instance = cumem.CuMemAllocator()
+        with allocator.use_memory_pool("weights"):
+            for segment in pool.segments:
+                allocator._python_malloc_callback((0, 2 << 20, segment["address"], 0))
+        weights = pool_of()
+        leaves = [without, weights.may_leave, pool_of(sleep_mode_backend="another").may_leave]
+        freed: list[Any] = []
+        for number in (1, 2):  # parameters leave these segments
+            pool.segments[number]["allocated_size"] = 0
+        for _ in range(2):
+            weights.free_left()
+            freed.append([weights.freed_bytes, [*released]])
+        allocator.sleep(("weights",))
+        weights.free_left()
+        freed.append([weights.freed_bytes, [*released]])
+        allocator.wake_up(["weights"])
+        pool.segments[0]["allocated_size"] = 0
+        weights.free_left()
+        freed.append([weights.freed_bytes, [*released]])
+        pool.segments[3]["address"] += 1
+        leaves.append(pool_of().may_leave)
+    return {"leaves": leaves, "freed": freed}
 
 
 def before_the_core() -> dict[str, Any]:
@@ -642,7 +730,7 @@ def sinks_of_float16() -> dict[str, Any]:
 
 CASES: tuple[Callable[[], dict[str, Any]], ...] = (
     *(nccl, ipc, left_open, aborted, refused, by_store, chunks),
-    *(plug_in, around, before_the_core, one_call, sinks, sinks_of_float16),
+    *(plug_in, around, pool_of_sleep, before_the_core, one_call, sinks, sinks_of_float16),
 )
 
 

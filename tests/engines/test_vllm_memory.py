@@ -42,14 +42,29 @@ def held_still(engine: Engine) -> bool:
     return engine.get("/is_paused")["is_paused"]
 
 
-def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_weights(weights, tmp_path) -> None:
+def mapped_bytes(engine: Engine) -> list[int]:
+    """Memory of each rank's weights that were mapped."""
+    return [int(found) for found in engine.post("/collective_rpc", method="mapped_bytes")["results"]]
+
+
+@pytest.mark.parametrize("maps", [False, pytest.param(True, marks=pytest.mark.engine_full)])
+def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_weights(weights, tmp_path, maps) -> None:
     a, b = weights["A"], weights["B"]
-    with vllm(a[0], tmp_path, tp=2, extra=DEV) as engine:
+    extension = ["--worker-extension-cls=tests.vllm_mapped.Mapped"] if maps else []
+
+    def asleep() -> bool:
+        return not maps or mapped_bytes(engine) == [0, 0]
+
+    with vllm(a[0], tmp_path, *extension, tp=2, extra=DEV) as engine:
+        if maps:
+            both_copies = mapped_bytes(engine)
+            assert all(both_copies)
         push(b[0], [engine], 1)
         assert greedy_tokens(engine, PROMPTS, COUNT) == b[1]
 
         # Level 1 keeps the weights on the host; nothing may touch them on the device.
         assert ask(engine, "/sleep?level=1") == 200
+        assert asleep()
         info = engine.info()
         assert (info["state"], info["paused"], info["version"]) == ("serving", True, 1)
         assert "asleep: kv_cache, weights" in info["message"]
@@ -58,7 +73,15 @@ def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_wei
             assert refused.returncode != 0
             assert "the engine is asleep (POST /wake_up?tags=weights" in refused.stderr + refused.stdout
         assert engine.info()["version"] == 1
+        if maps:
+            engine.post("/collective_rpc", method="fill_memory", args=[True])
+            answer = engine.client.post(engine.url + "/wake_up?tags=weights")
+            assert (answer.status_code, asleep()) == (503, True), answer.text
+            assert "rank 1 has no room for its weights, which sleep on" in answer.text
+            assert "asleep: kv_cache, weights" in engine.info()["message"]
+            engine.post("/collective_rpc", method="fill_memory", args=[False])
         assert ask(engine, "/wake_up?tags=weights") == 200
+        assert not maps or mapped_bytes(engine) == both_copies
         assert verify(b[0], engine) == (0, set())
 
         # Half awake it has no cache: the update leaves it paused, and vLLM resumes when the cache is back.
@@ -71,6 +94,7 @@ def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_wei
 
         # Level 2 discards them: whatever is woken then is not served before a full update.
         assert ask(engine, "/sleep?level=2") == 200
+        assert asleep()
         info = engine.info()
         assert (info["state"], info["version"], info["digest"]) == ("quarantined", None, None)
         assert "full update" in info["message"]

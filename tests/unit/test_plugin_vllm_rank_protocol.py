@@ -51,13 +51,22 @@ def test_weights_that_vllm_reads_on_other_streams_are_known(layers, halves, in_o
 
 
 @pytest.mark.parametrize(
-    ("device", "sleeps", "layers", "maps"),
-    [("cuda", False, 0, True), ("cuda", True, 0, False), ("cuda", False, 8, False), ("cpu", False, 0, False)],
+    ("device", "pool", "layers", "setting", "maps"),
+    [
+        ("cuda", {}, 0, {}, True),
+        ("cuda", {"enable_sleep_mode": True}, 0, {}, False),
+        ("cuda", {"enable_sleep_mode": True}, 0, {"map_with_sleep": True}, True),
+        ("cuda", {"enable_cumem_allocator": True}, 0, {}, False),
+        ("cuda", {"enable_cumem_allocator": True}, 0, {"map_with_sleep": True}, True),
+        ("cuda", {}, 8, {"map_with_sleep": True}, False),
+        ("cpu", {}, 0, {"map_with_sleep": True}, False),
+    ],
 )
-def test_memory_is_mapped_where_vllm_frees_and_fetches_no_weights_itself(device, sleeps, layers, maps):
+def test_memory_is_mapped_where_vllm_frees_and_fetches_no_weights_itself(device, pool, layers, setting, maps):
     config = SimpleNamespace(
+        additional_config={"weightcast": setting},
         device_config=SimpleNamespace(device_type=device),
-        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        model_config=SimpleNamespace(**pool),
         offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=layers)),
         parallel_config=SimpleNamespace(),
     )

@@ -202,6 +202,11 @@ class Client:
         self.stays_paused = False
         self.said: list[str] = []
         self.engine_core: Any = None
+        self.no_room = ["", ""]  # of each rank
+
+    async def collective_rpc(self, method: str, timeout: float, kwargs: dict[str, Any]) -> list[str]:
+        assert (method, list(kwargs)) == ("weightcast_restore", ["tags"])
+        return self.no_room
 
     async def is_paused(self) -> bool:
         return self.held
@@ -478,6 +483,10 @@ def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
     ask(client.sleep(0))  # a pause, by another name: nothing is given up
     assert hooks.asleep == frozenset()
     ask(client.sleep(1, "keep"))
+    client.no_room[1] = "rank 1 has no room"
+    with pytest.raises(HTTPException, match="503: rank 1 has no room"):
+        ask(client.wake_up(["weights"]))
+    client.no_room[1] = ""
     assert (session.state, adapters.state, hooks.asleep) == ("serving", "serving", {"weights", "kv_cache"})
     ask(client.wake_up())
     assert client.said == ["sleep 0 abort", "sleep 1 keep", "wake None"]

@@ -65,8 +65,10 @@ def test_a_place_that_was_asked_for_is_taken_or_refused():
 class Backend:
     """Notes what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: list[str]) -> None:
         self.told: list[Any] = []
+        self.said = said  # with what the worker says
+        self.no_room = ""
 
     def take_room(self, worker: Any, cache_bytes: int) -> int:
         self.told.append(("room", cache_bytes))
@@ -81,6 +83,13 @@ class Backend:
 
     def fall_asleep(self, level: int) -> None:
         self.told.append(("sleep", level))
+
+    def let_go(self) -> None:
+        self.said.append("let go")
+
+    def restore(self, tags: Sequence[str] | None) -> str:
+        self.said.append(f"restored {tags}")
+        return self.no_room
 
     def wake(self, tags: Sequence[str] | None) -> None:
         self.told.append(("wake", tags))
@@ -120,7 +129,7 @@ def test_a_worker_tells_our_backend_and_no_other():
     kind = worker_class(said)
     wrap_worker(kind, Backend)
     wrap_worker(kind, Backend)  # once is enough
-    backend = Backend()
+    backend = Backend(said)
     worker = kind(backend)
     assert worker.determine_available_memory() == 70
     assert worker.compile_or_warm_up_model() == 1.5
@@ -128,11 +137,14 @@ def test_a_worker_tells_our_backend_and_no_other():
     worker.sleep(level=2)
     worker.wake_up(tags=["weights"])
     worker.wake_up()
+    assert worker.weightcast_restore(None) == ""
     assert worker.execute_model("a batch") == "tokens"
     calls = [("room", 100), ("warm up", None), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None)]
     assert backend.told == [*calls, ("step", None)]
     started = ["measured", "warmed up", "captured graphs"]
-    assert said == [*started, "slept 1", "slept 2", "woke ['weights']", "woke None", "executes a batch"]
+    slept = ["slept 1", "let go", "slept 2", "let go"]  # vLLM copies buffers while it falls asleep and wakes
+    woke = ["restored ['weights']", "woke ['weights']", "restored None", "woke None", "restored None"]
+    assert said == [*started, *slept, *woke, "executes a batch"]
     other = kind(object())
     assert other.determine_available_memory() == 100
     other.sleep(2)
@@ -150,5 +162,17 @@ def test_a_refusal_of_ours_leaves_the_weights_where_they_are():
     kind = worker_class(said)
     wrap_worker(kind, Busy)
     with pytest.raises(RuntimeError, match="under way"):
-        kind(Busy()).sleep()
+        kind(Busy(said)).sleep()
     assert said == []
+
+
+def test_vllm_sleeps_on_without_room_for_weights_outside_of_its_pool():
+    said: list[str] = []
+    kind = worker_class(said)
+    wrap_worker(kind, Backend)
+    backend = Backend(said)
+    backend.no_room = "rank 0 has no room"
+    with pytest.raises(RuntimeError, match="rank 0 has no room"):
+        kind(backend).wake_up()
+    assert said == ["restored None"]
+    assert backend.told == []

@@ -30,7 +30,7 @@ _SECTION = "weightcast"
 _HINT = (
     '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
     '"secret_file": "PATH", '
-    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": false}}\''
+    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": false, "map_with_sleep": true}}\''
 )
 
 
@@ -72,14 +72,20 @@ def reads_in_order(vllm_config: Any) -> bool:
     return not overlaps and int(getattr(prefetch, "offload_group_size", 0)) == 0
 
 
+def loads_into_pool(vllm_config: Any) -> bool:
+    """Returns True if vLLM loads weights into a pool of its own, which its sleep mode frees."""
+    model = vllm_config.model_config
+    return any(getattr(model, name, False) for name in ("enable_sleep_mode", "enable_cumem_allocator"))
+
+
 def maps_weights(vllm_config: Any) -> bool:
     """Returns True if a commit may map memory to the addresses of parameters, which move once at the start for that.
 
-    vLLM's sleep frees what it has allocated itself, and nothing else.
+    vLLM's sleep frees what it has allocated itself, and nothing else; the plug-in frees the rest if it is set so.
     """
     on_gpu = getattr(vllm_config.device_config, "device_type", "") == "cuda"
-    sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
-    return on_gpu and not sleeps and reads_in_order(vllm_config)
+    moves = not loads_into_pool(vllm_config) or settings_of(vllm_config.additional_config).map_with_sleep
+    return on_gpu and moves and reads_in_order(vllm_config)
 
 
 def rank_among_replicas(parallel: Any) -> int:
@@ -141,6 +147,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         warm_up: Whether vLLM's start runs the model on batches of all sizes that kernels distinguish.
         derive_ahead: Whether a second set of what is derived for quantised layers is kept, where there is memory for
             it, so that a commit does not derive them while the engine stands still.
+        map_with_sleep: Whether a commit maps memory with vLLM's sleep mode too.  Weights then lie outside of vLLM's
+            pool, and the plug-in frees them while vLLM sleeps.
         secret_file: File with the secret of an engine on several hosts; empty for ``WEIGHTCAST_ENGINE_SECRET``.
     """
 
@@ -149,6 +157,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     not_updated: str = ""
     warm_up: bool = False
     derive_ahead: bool = True
+    map_with_sleep: bool = False
     secret_file: str = ""
 
 

@@ -15,8 +15,10 @@ from fastapi import HTTPException
 from weightcast.plugins.api_server import between_updates
 from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
 from weightcast.plugins.vllm.lora_server import Adapters
+from weightcast.plugins.vllm.worker_hooks import RESTORE
 from weightcast.receiver.session import SessionHandler
 
+_RESTORE_S = 600.0
 _DISCARDED = "sleep level 2 discarded the weights: wake them (/wake_up?tags=weights), then make a full update"
 
 
@@ -59,6 +61,10 @@ def guard_sleep(
 
     async def guarded_wake_up(tags: Sequence[str] | None = None) -> Any:
         def do() -> Any:
+            # Not in the call below: vLLM takes the answers of other ranks to a call that failed for those to the next.
+            failures = hooks.rpc(RESTORE, _RESTORE_S, tags=tags) if hooks.asleep else []
+            if any(failures):
+                raise HTTPException(503, "; ".join(filter(None, failures)))
             if engine.state == "quarantined" and not hooks.still_asleep(tags):
                 return hooks.wake_paused(tags, lambda: call(wake_up(tags)))
             answer = call(wake_up(tags))

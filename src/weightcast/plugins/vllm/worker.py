@@ -44,6 +44,7 @@ from weightcast.plugins.vllm.rank_protocol import (
     check_replicas,
     end_vllm,
     keeps_draft,
+    loads_into_pool,
     maps_weights,
     on_several_hosts,
     rank_among_replicas,
@@ -52,6 +53,7 @@ from weightcast.plugins.vllm.rank_protocol import (
 )
 from weightcast.plugins.vllm.start_up import Budget, gib, warm_up
 from weightcast.plugins.vllm.stores import check_stores
+from weightcast.plugins.vllm.weights_pool import WeightsPool
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
@@ -73,6 +75,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """An empty message: buckets are announced under ``/weightcast``."""
 
 
+# Over 350 lines: what vLLM calls, and what our hooks call around that, is on one object with one receiver.
 class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One rank's receiver, as vLLM's weight-transfer backend."""
 
@@ -95,6 +98,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with reason_logged(log, "update this model"):
             self._settings = settings_of(vllm_config.additional_config)
             self._staging: StagingChoice = self._settings.staging
+            self._pool = WeightsPool(vllm_config)
             self._secret = _shared_secret(self._settings.secret_file, vllm_config.parallel_config, self._rank)
             if self._settings.draft == "update":
                 check_draft(vllm_config.speculative_config)
@@ -156,20 +160,39 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Frees the staging set on the device, before vLLM frees the weights; raises ``Refused`` during an update."""
         if "weights" not in self._asleep:
             self._receiver.sleep(
-                discard=level >= 2, hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last"
+                discard=level >= 2,
+                lets_go=True,
+                hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last",
             )
             self._adapters.sleep(discard=level >= 2, hint="POST /wake_up?tags=weights first")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._asleep |= {"weights", "kv_cache"}
 
+    def let_go(self) -> None:
+        """Frees the weights that lie outside of vLLM's pool, after vLLM has freed the others."""
+        if freed := self._receiver.loader.staging.let_go():
+            log.info("weightcast: rank %d freed %s of weights that vLLM's sleep does not know", self._rank, gib(freed))
+
+    def restore(self, tags: Sequence[str] | None) -> str:
+        """Brings them back, before vLLM wakes; returns why there is no room for them, or nothing."""
+        if "weights" in self._woken(tags):
+            try:
+                self._receiver.loader.staging.restore()
+            except torch.OutOfMemoryError as error:
+                return f"rank {self._rank} has no room for its weights, which sleep on: {error}; free memory, then wake"
+        return ""
+
     def wake(self, tags: Sequence[str] | None) -> None:
         """Allocates the staging set again once the weights are back; the KV cache alone changes nothing here."""
-        woken = self._asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
-        self._asleep -= woken
+        woken = self._woken(tags)
         if "weights" in woken:
             self._receiver.wake()
             self._adapters.wake()
+        self._asleep -= woken
+
+    def _woken(self, tags: Sequence[str] | None) -> set[str]:
+        return self._asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Listens for the API server."""
@@ -330,7 +353,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 place,
                 keep_storage=True,
                 in_order=reads_in_order(self.vllm_config),
-                may_move=maps_weights(self.vllm_config),
+                may_move=self._pool.may_leave,
+                after_move=self._pool.free_left,
             )
         self._staged = True
         self._receiver.staging_note = ""
@@ -378,7 +402,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         vLLM's sleep mode allocates from pools of its own, in which nothing is recorded.
         """
         unpacked = self._models.unpacked
-        if self.device.type != "cuda" or self.model_config.enable_sleep_mode or not unpacked.quantised_bytes:
+        if self.device.type != "cuda" or loads_into_pool(self.vllm_config) or not unpacked.quantised_bytes:
             return 0
         budget = self._budget(cache_bytes, least_bytes, fixed=fixed)
         why = why_not_ahead(unpacked.derived, self._receiver.loader.staging, budget)
@@ -419,7 +443,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return 0
         torch.cuda.empty_cache()
         mapped_bytes = 2 * self._receiver.loader.staging.mapped_bytes + self._models.unpacked.outside_bytes
-        return torch.cuda.memory_reserved(self.device) + mapped_bytes
+        return torch.cuda.memory_reserved(self.device) + mapped_bytes - self._pool.freed_bytes
 
 
 def _shared_secret(secret_file: str, parallel: Any, rank: int) -> Secret | None:

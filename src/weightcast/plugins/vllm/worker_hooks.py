@@ -12,6 +12,7 @@ from typing import Any
 # Names of the worker's methods for ``collective_rpc``.
 SWITCH = "weightcast_switch"
 ADAPTER = "weightcast_adapter"
+RESTORE = "weightcast_restore"
 _DONE = "_weightcast_around"
 
 
@@ -44,16 +45,23 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     @functools.wraps(sleep)
     def fall_asleep(self: Any, level: int = 1) -> Any:
         backend = ours(self)
-        if backend is not None:
-            backend.fall_asleep(level)
-        return sleep(self, level)
+        if backend is None:
+            return sleep(self, level)
+        backend.fall_asleep(level)
+        answer = sleep(self, level)
+        backend.let_go()  # vLLM has read buffers until now
+        return answer
 
     @functools.wraps(wake_up)
     def wake(self: Any, tags: list[str] | None = None) -> Any:
-        answer = wake_up(self, tags)
         backend = ours(self)
-        if backend is not None:
-            backend.wake(tags)
+        if backend is None:
+            return wake_up(self, tags)
+        failure = backend.restore(tags)  # vLLM writes buffers
+        if failure:
+            raise RuntimeError(failure)
+        answer = wake_up(self, tags)
+        backend.wake(tags)
         return answer
 
     reload = getattr(worker_class, "reload_weights", None)
@@ -89,6 +97,11 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         assert backend is not None
         return backend.adapter(self.model_runner, order)
 
+    def restore(self: Any, tags: list[str] | None) -> str:
+        backend = ours(self)
+        assert backend is not None
+        return backend.restore(tags)
+
     # vLLM's decorator ``inference_mode`` stays on vLLM's own methods only.
     worker_class.determine_available_memory = determine_available_memory
     worker_class.compile_or_warm_up_model = compile_or_warm_up_model
@@ -99,4 +112,5 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         worker_class.reload_weights = functools.wraps(reload)(reload_weights)
     setattr(worker_class, SWITCH, switch)
     setattr(worker_class, ADAPTER, adapter)
+    setattr(worker_class, RESTORE, restore)
     setattr(worker_class, _DONE, True)
