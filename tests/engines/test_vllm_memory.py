@@ -74,18 +74,23 @@ def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_wei
             assert "the engine is asleep (POST /wake_up?tags=weights" in refused.stderr + refused.stdout
         assert engine.info()["version"] == 1
         if maps:
-            engine.post("/collective_rpc", method="fill_memory", args=[True])
+            engine.post("/collective_rpc", method="leave_room", args=[0])
             answer = engine.client.post(engine.url + "/wake_up?tags=weights")
             assert (answer.status_code, asleep()) == (503, True), answer.text
             assert "rank 1 has no room for its weights, which sleep on" in answer.text
             assert "asleep: kv_cache, weights" in engine.info()["message"]
-            engine.post("/collective_rpc", method="fill_memory", args=[False])
+            engine.post("/collective_rpc", method="leave_room", args=[1])
         assert ask(engine, "/wake_up?tags=weights") == 200
+        if maps:  # they are back, and a trainer still has the memory for the next version
+            refused = weightcast("push", a[0], "--to", engine.url, "--version", 2)
+            assert "no room for new weights beside those that serve since vLLM woke up" in refused.stderr
+            engine.post("/collective_rpc", method="leave_room", args=[2])
+            push(b[0], [engine], 2)
         assert not maps or mapped_bytes(engine) == both_copies
         assert verify(b[0], engine) == (0, set())
 
         # Half awake it has no cache: the update leaves it paused, and vLLM resumes when the cache is back.
-        push(a[0], [engine], 2)
+        push(a[0], [engine], 3)
         assert held_still(engine)
         assert engine.info()["message"] == "asleep: kv_cache"
         assert ask(engine, "/wake_up?tags=kv_cache") == 200

@@ -187,7 +187,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Allocates the staging set again once the weights are back; the KV cache alone changes nothing here."""
         woken = self._woken(tags)
         if "weights" in woken:
-            self._receiver.wake()
+            self._rank_server.stage_again()  # raises nothing: vLLM would lose track of the other ranks' answers
             self._adapters.wake()
         self._asleep -= woken
 
