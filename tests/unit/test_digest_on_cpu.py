@@ -59,6 +59,23 @@ def test_sums_and_copies_of_every_shape_of_tile(shape, dtype):
     assert on_cpu.sums_of([whole(tensor)]).launch().tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("cols", [64, 65, 288, 300, 1024], ids=str)
+@pytest.mark.parametrize("spare_bytes", [64, 16, 2])
+def test_copies_to_rows_that_do_or_do_not_begin_with_a_line_of_the_cache(cols, spare_bytes):
+    line = 64
+    row_bytes = -(-2 * cols // line) * line + spare_bytes
+    room = torch.empty(42 * row_bytes + line, dtype=torch.uint8).random_()
+    first = -room.data_ptr() % line + row_bytes
+    target = room[first : first + 40 * row_bytes].view(torch.int16).view(40, -1)[:, :cols]
+    source = random_tensor((40, cols + 3), torch.int16, seed=3)[:, :cols]
+    kept = room.clone()
+    kept[first : first + 40 * row_bytes].view(torch.int16).view(40, -1)[:, :cols] = source
+    piece = Piece(tensor=source, full_shape=(40, cols))
+    sums = on_cpu.Launches([Transfer(piece=piece, target=target, total=0)], 1).launch()
+    assert sums.tolist() == _sums_by_torch([whole(source.contiguous())]).tolist()
+    assert torch.equal(room, kept)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_sums_and_copies_between_memory_of_any_strides(data):

@@ -9,9 +9,10 @@ threads can share the tiles of one call.
 A word costs a sign extension and one multiply-add. Tiles are read from left to right, eight rows at a time: words are
 multiplied with B(c), which stays in the cache, and their sum with A(r). The eight rows lie an eighth of the tile apart,
 so memory is read in eight long runs, which the processor fetches ahead. With adjacent rows it does so only for rows of
-many KiB: 1,152 words were summed at half the speed. Rows that have a target are adjacent, and copied just before they
-are summed, so that the second reading comes from the cache. Narrow tiles keep one sum per column while they walk down
-eight rows at a time.
+many KiB: 1,152 words were summed at half the speed. Rows that have a target are copied a few words at a time, right
+after these are summed, by stores that pass the cache by. The processor writes one part while it sums the next, and
+reads no line of the target. Rows whose target does not begin with a line of the cache are adjacent instead, and copied
+before they are summed. Narrow tiles keep one sum per column while they walk down eight rows at a time.
 
 Importing this needs numba, and compiles nothing. numba keeps machine code under the hash of this file alone: what other
 files may change must come as an argument.
@@ -42,6 +43,8 @@ _SEED_A, _SEED_B = np.uint64(SEED_A), np.uint64(SEED_B)
 _27, _30, _31, _ONE = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(1)
 # Tiles of at most so many columns are narrow. Their rows are taken so many at a time.
 _NARROW, _ROWS = 1 << 6, 1 << 8
+# Words of each of eight rows that are summed before they are copied: as many lines as a processor holds to be written.
+_STREAMED = 1 << 8
 
 
 @intrinsic
@@ -95,6 +98,39 @@ def _copy_bytes(typingctx, goal, address, size_bytes):
     return types.void(types.int64, types.int64, types.int64), emit
 
 
+@intrinsic
+def _stream_line(typingctx, goal, address):
+    """Copies 64 bytes past the cache; `goal` is a multiple of 64."""
+
+    def emit(context, builder, signature, arguments):
+        goal, address = (builder.inttoptr(at, ir.VectorType(ir.IntType(64), 8).as_pointer()) for at in arguments)
+        store = builder.store(builder.load(address, align=1), goal, align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def _fence(typingctx):
+    """Waits for `_stream_line`: whoever sees what is written after this sees those lines too."""
+
+    def emit(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@njit
+def _stream(goal, address, size_bytes):
+    lines = size_bytes & ~63
+    for at in range(0, lines, 64):
+        _stream_line(goal + at, address + at)
+    if lines < size_bytes:
+        _copy_bytes(goal + lines, address + lines, size_bytes - lines)
+
+
 @njit
 def _copy_rows(address, stride, goal, goal_stride, rows, num, like):
     """Copies rows of `num` words; `stride` and `goal_stride` are in bytes. Without a goal it does nothing."""
@@ -121,31 +157,39 @@ def _sum_one(address, num, b, like):
 def _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like):
     """Sum of word * B(column) * A(row) of a tile, and its copy."""
     total = int64(0)
-    eighth = rows // 8
-    apart, step = (eighth, 1) if goal == 0 else (1, 8)
+    eighth, size = rows // 8, like.itemsize
+    streams = goal != 0 and (goal | goal_stride) & 63 == 0
+    apart, step = (eighth, 1) if streams or goal == 0 else (1, 8)
     far, goal_far = apart * stride, apart * goal_stride
+    width = _STREAMED if streams else num
     for r in range(0, eighth * step, step):
-        at = address + r * stride
-        _copy_rows(at, far, goal + r * goal_stride, goal_far, 8, num, like)
-        w0 = carray(_pointer(at, like), num)
-        w1 = carray(_pointer(at + far, like), num)
-        w2 = carray(_pointer(at + 2 * far, like), num)
-        w3 = carray(_pointer(at + 3 * far, like), num)
-        w4 = carray(_pointer(at + 4 * far, like), num)
-        w5 = carray(_pointer(at + 5 * far, like), num)
-        w6 = carray(_pointer(at + 6 * far, like), num)
-        w7 = carray(_pointer(at + 7 * far, like), num)
+        if not streams:
+            _copy_rows(address + r * stride, far, goal + r * goal_stride, goal_far, 8, num, like)
         s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = int64(0)
-        for c in range(num):
-            coefficient = b[c]
-            s0 += int64(w0[c]) * coefficient
-            s1 += int64(w1[c]) * coefficient
-            s2 += int64(w2[c]) * coefficient
-            s3 += int64(w3[c]) * coefficient
-            s4 += int64(w4[c]) * coefficient
-            s5 += int64(w5[c]) * coefficient
-            s6 += int64(w6[c]) * coefficient
-            s7 += int64(w7[c]) * coefficient
+        for col in range(0, num, width):
+            some = min(width, num - col)
+            at, part = address + r * stride + col * size, b[col : col + some]
+            w0 = carray(_pointer(at, like), some)
+            w1 = carray(_pointer(at + far, like), some)
+            w2 = carray(_pointer(at + 2 * far, like), some)
+            w3 = carray(_pointer(at + 3 * far, like), some)
+            w4 = carray(_pointer(at + 4 * far, like), some)
+            w5 = carray(_pointer(at + 5 * far, like), some)
+            w6 = carray(_pointer(at + 6 * far, like), some)
+            w7 = carray(_pointer(at + 7 * far, like), some)
+            for c in range(some):
+                coefficient = part[c]
+                s0 += int64(w0[c]) * coefficient
+                s1 += int64(w1[c]) * coefficient
+                s2 += int64(w2[c]) * coefficient
+                s3 += int64(w3[c]) * coefficient
+                s4 += int64(w4[c]) * coefficient
+                s5 += int64(w5[c]) * coefficient
+                s6 += int64(w6[c]) * coefficient
+                s7 += int64(w7[c]) * coefficient
+            if streams:
+                for number in range(8):
+                    _stream(goal + r * goal_stride + number * goal_far + col * size, at + number * far, some * size)
         first = row + r
         total += s0 * _coefficient(first, _SEED_A) + s1 * _coefficient(first + apart, _SEED_A)
         total += s2 * _coefficient(first + 2 * apart, _SEED_A) + s3 * _coefficient(first + 3 * apart, _SEED_A)
@@ -229,6 +273,7 @@ def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
             out[index] += _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like)
         else:
             out[index] += _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, like)
+    _fence()
 
 
 def run_tiles(*, cached: bool) -> Callable[..., Any]:
