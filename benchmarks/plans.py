@@ -199,6 +199,8 @@ def _h200(gpus: int) -> list[Case]:
 
 
 def _cpu_plan() -> list[Case]:
+    # The cost of proof by processor time, without other methods between.
+    proof: dict[str, Any] = dict(bucket_bytes=(64 * MIB,), peer_bytes=(), turns=12)
     return [
         _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
         # The zero-copy path needs no buffer, however large a bucket is.
@@ -219,6 +221,10 @@ def _cpu_plan() -> list[Case]:
         _cpu("cpu-colocated-many", "many-2048", "colocated", 1, 1, bucket_bytes=(16 * MIB,), peer_bytes=(16 * MIB,)),
         _cpu("cpu-colocated-small", "small-65536", "colocated", 1, 1, bucket_bytes=(64 * MIB,), peer_bytes=(64 * MIB,)),
         _cpu("cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1),
+        _cpu("proof-cpu-colocated", "dense-256MiB", "colocated", 1, 1, **proof),
+        _cpu("proof-cpu-colocated-many", "many-2048", "colocated", 1, 1, **proof | dict(bucket_bytes=(16 * MIB,))),
+        _cpu("proof-cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1, **proof),
+        _cpu("proof-cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1, **proof),
         _cpu("cpu-stall", "dense-256MiB", "colocated", 1, 1, generate=True, bucket_bytes=(64 * MIB,)),
         _cpu("cpu-limits", "dense-256MiB", "disaggregated", 1, 1, kind="limits", deadline_s=120),
         Case(name="cpu-direct", kind="direct", options=("--model", "dense-256MiB", "--device", "cpu"), deadline_s=300),

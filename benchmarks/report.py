@@ -203,13 +203,15 @@ def _updates(result: Result) -> str:
 
 
 def _cost_of_proof(result: Result) -> list[str]:
-    """Makes the table of the extra time until weights are usable, for each level of proof."""
-    usable = {row["settings"]["verify"]: row["usable_s"]["median"] for row in result["methods"] if row["ours"]}
-    without = usable.pop("none", None)
-    if without is None or not usable:
-        return []
-    costs = ", ".join(f"`{level}` {100 * (seconds / without - 1):+.1f} %" for level, seconds in usable.items())
-    return [f"Proof, against `none`: {costs} until weights are usable.\n"]
+    """Says for each level of proof how much later weights are usable, and what more it takes of the processors."""
+    found: list[str] = []
+    for key, words in (("usable_s", "until weights are usable"), ("processor_s", "of the processors of both sides")):
+        spent = {row["settings"]["verify"]: row.get(key, {}).get("median") for row in result["methods"] if row["ours"]}
+        without = spent.pop("none", None)
+        if without and spent:
+            costs = ", ".join(f"`{level}` {100 * (seconds / without - 1):+.1f} %" for level, seconds in spent.items())
+            found.append(f"Proof, against `none`: {costs} {words}.\n")
+    return found
 
 
 def _stall(case: Result, row: Result) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -18,8 +20,8 @@ from weightcast.errors import ConfigError
 from weightcast.lab.bench import rig
 from weightcast.lab.bench.case import Contender, Plan, order_of, run_case
 from weightcast.lab.bench.contenders import ours
-from weightcast.lab.bench.methods import Layout, Method
-from weightcast.lab.bench.raw import chunks
+from weightcast.lab.bench.methods import EngineSide, Layout, Method, TrainerSide
+from weightcast.lab.bench.raw import Pipe, chunks
 from weightcast.lab.bench.shapes import MODELS, model_shape
 from weightcast.lab.bench.synthetic import Engine, Pattern, key_of
 
@@ -120,6 +122,38 @@ class Nothing:
         pass
 
 
+class Later(Nothing):
+    """A method whose engine works on after it said that it is done, until the trainer is told."""
+
+    def __init__(self, side: EngineSide | TrainerSide) -> None:
+        self._side = side
+
+    def update(self, version: int) -> None:
+        (pipe,) = self._side.pipes
+        if isinstance(self._side, TrainerSide):
+            pipe.receive()
+        else:
+            threading.Thread(target=self._work, args=(pipe,)).start()
+
+    def _work(self, pipe: Pipe) -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        pipe.send("done")
+
+
+def test_processor_time_has_what_an_engine_does_before_the_trainer_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
+    layout = Layout(model="tiny", placement="colocated", trainers=1, engines=1, device="cpu")
+    half = f"{__name__}:Later"
+    method = Method(name="later", trainer=half, engine=half, writes=False)
+    with rig.Rig(layout) as processes:
+        processes.prepare(method, timeout_s=60)
+        turn, _ = processes.turn(method, timeout_s=60)
+    assert turn.extra["engine_cpu_s"] >= 0.2
+    assert turn.extra["trainer_cpu_s"] < 0.2
+
+
 def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
     layout = Layout(model="tiny", placement="disaggregated", trainers=1, engines=1, device="cpu")
@@ -135,6 +169,7 @@ def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.Monke
     assert row["turns"] == 2
     assert row["times_limit"] > 1
     assert row["phases"]["buckets"] > 1
+    assert row["processor_s"]["median"] > 0
     assert row["watched"]["trainer_messages"] > 4
 
 

@@ -287,6 +287,7 @@ def _figures(entry: _Entry) -> dict[str, Any]:
         "usable_s": _spread([turn.usable_s for turn in entry.turns]),
         "returned_s": _spread([turn.returned_s for turn in entry.turns]),
         "stall_s": _spread([turn.stall_s for turn in entry.turns]),
+        "processor_s": _spread([turn.extra["trainer_cpu_s"] + turn.extra["engine_cpu_s"] for turn in entry.turns]),
         "phases": extra,
     }
 

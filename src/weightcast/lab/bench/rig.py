@@ -21,6 +21,8 @@ from weightcast.lab.bench.methods import Layout, MeasuringFailed, Method, Turn, 
 from weightcast.lab.bench.raw import store_for
 from weightcast.lab.bench.rig_process import serve_rig
 
+ROLES = ("trainer", "engine")
+
 
 class Rig:
     """The measured processes; a context manager."""
@@ -75,8 +77,7 @@ class Rig:
     def held(self, method: Method, *, timeout_s: float = 60.0) -> dict[str, int]:
         """Returns the memory that a method keeps between turns, in bytes: the maximum over the processes of a role."""
         return {
-            f"{role}_held_bytes": max(self._ask("held", method.name, only=role, timeout_s=timeout_s))
-            for role in ("trainer", "engine")
+            f"{role}_held_bytes": max(self._ask("held", method.name, only=role, timeout_s=timeout_s)) for role in ROLES
         }
 
     def drop(self, method: Method, *, timeout_s: float = 60.0) -> None:
@@ -109,6 +110,8 @@ class Rig:
         self._tell("trainer", "update", method.name, version, method.pauses, watch, profile)
         trainers = self._hear("trainer", timeout_s)
         engines = self._hear("engine", timeout_s)
+        # Not before the trainers have returned: an engine reads its weights back after they are usable.
+        extra = {f"{role}_cpu_s": max(self._ask("spent", only=role, timeout_s=timeout_s)) for role in ROLES}
         if method.writes:
             for rank, wrong in enumerate(self._ask("check", version, only="engine", timeout_s=timeout_s)):
                 if wrong:
@@ -116,7 +119,6 @@ class Rig:
                         f"{method.name}: engine {rank} keeps {len(wrong)} wrong tensors: {', '.join(wrong[:4])}"
                     )
         started = min(answer["started"] for answer in trainers)
-        extra: dict[str, float] = {}
         watched: dict[str, Any] = {}
         for role, answers in (("trainer", trainers), ("engine", engines)):
             if profile:

@@ -61,6 +61,7 @@ class _Worker:
         self._pattern = Pattern(device)
         self._halves: dict[str, Half] = {}
         self._before: dict[str, int] = {}
+        self._busy_s = 0.0
         common: dict[str, Any] = dict(
             layout=layout,
             rank=rank,
@@ -140,13 +141,11 @@ class _Worker:
             if pauses:
                 engine.decoding.pause()
             driver.send((True, None))
-        started, busy = time.monotonic(), time.process_time()
+        started, self._busy_s = time.monotonic(), time.process_time()
         sampler = StackSampler()
         with sampler if profile else nullcontext():
             extra = half.update(version) or {}
             ended = stamp(side.device)
-        # CPU time of all threads: it shows the cost of an update even on a busy machine.
-        extra["engine_cpu_s" if engine is not None else "trainer_cpu_s"] = time.process_time() - busy
         stall_s = 0.0
         if engine is not None:
             if pauses:
@@ -167,6 +166,10 @@ class _Worker:
             "watched": watched,
             "stacks": sampler.table() if profile else {},
         }
+
+    def do_spent(self, driver: Connection) -> float:
+        """Processor time of all threads since the update began, which shows its cost even on a busy machine."""
+        return time.process_time() - self._busy_s
 
     def do_end(self, driver: Connection) -> None:
         for half in self._halves.values():
