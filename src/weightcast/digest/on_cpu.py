@@ -154,7 +154,7 @@ def _check(run: _RunTiles) -> None:
 
     It raises RuntimeError if the sum is another.  Those of 8 bits are compiled when they are first needed.
     """
-    rows, cols = 9, 70
+    rows, cols = 9, 96  # rows of whole lines of the cache, as nearly all weights have
     words = torch.arange(rows * cols, dtype=torch.int16).mul_(12345).view(rows, cols)
     goal, out = torch.zeros_like(words), torch.zeros(1, dtype=torch.int64)
     piece = Piece(tensor=words, full_shape=(rows, cols))
