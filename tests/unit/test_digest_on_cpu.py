@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -111,6 +112,42 @@ def test_memory_at_any_address(dtype):
         sums = on_cpu.Launches([Transfer(piece=whole(tensor), target=target, total=0)], 1).launch()
         assert as_unsigned(int(sums)) == sum_by_definition(tensor)
         assert bytes(room.tolist()) == bytes(8) + bytes(data[shift : shift + 96]) + bytes(16)
+
+
+@pytest.mark.parametrize("shape", [(9,), (40, 30), (9, 1027), (20, 2048), (3, 5000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_launch_that_looks_sees_every_value_that_is_not_finite(shape, dtype, copies):
+    tensor = torch.randn(shape).to(dtype)
+    target = torch.zeros_like(tensor) if copies else None
+    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=target, total=0)], 1, looks=True)
+    assert launches.launch().tolist() == _sums_by_torch([whole(tensor)]).tolist()
+    assert launches.small
+    flat = tensor.view(-1)
+    for place in {0, 1, 2, 3, tensor.numel() // 2, tensor.numel() - 1}:
+        for value in (math.nan, math.inf, -math.inf):
+            kept, flat[place] = flat[place].clone(), value
+            launches.launch()
+            assert not launches.small
+            flat[place] = kept
+    launches.launch()
+    assert launches.small
+    launches.launch(summed=False)
+    assert not launches.small, "it did not look"
+
+
+def test_launches_of_many_threads_see_a_value_that_is_not_finite():
+    tensor, before = torch.randn(4000, 1024).to(torch.bfloat16), torch.get_num_threads()
+    launches = on_cpu.Launches([Transfer(piece=whole(tensor), total=0)], 1, looks=True)
+    try:
+        torch.set_num_threads(4)
+        launches.launch()
+        assert launches.small
+        tensor[3999, 1000] = math.nan
+        launches.launch()
+        assert not launches.small
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_copies_without_sums():

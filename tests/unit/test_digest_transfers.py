@@ -31,9 +31,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     launches = transfers._launches
 
-    def counting(some, count, device):
+    def counting(some, count, device, *, looks):
         counts.append(len(some))
-        return launches(some, count, device)
+        return launches(some, count, device, looks=looks)
 
     monkeypatch.setattr(transfers, "_launches", counting)
     return counts

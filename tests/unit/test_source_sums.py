@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.unit.exports import ALONE, CPU
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest import on_cpu
 from weightcast.digest.bucket_sums import PlanSums
+from weightcast.digest.copies import flat_bytes
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
 from weightcast.digest.transfers import transfers_on
@@ -398,6 +401,39 @@ def test_a_state_dict_is_summed_where_it_lies():
     assert sums == gathered == {name: tensor_digest(tensor) for name, tensor in weights.items()}
     assert mismatches == []
     assert isinstance(exporter, Scattering), "engines may read its shards without a gather"
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen(lent):
+    assert on_cpu.available()
+    model = nn.Module()
+    model.a, model.b = (nn.Parameter(torch.randn(80, 70, dtype=torch.bfloat16)) for _ in range(2))
+    exporter = ModuleExporter(model)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=80 * 140, packing=Packing())
+    stays = [
+        {slot.spec.name: flat_bytes(getattr(model, slot.spec.name).detach())}
+        for layout in layouts
+        for slot in layout.slots
+    ]
+    slots, sources = allocate_slots(CPU, 80 * 140), SourceSums()
+
+    def found() -> list[bool]:
+        filled = bucketize(exporter, layouts, ALONE, slots, stays if lent else (), sources)
+        return [bucket.finite for bucket in filled if bucket is not None]
+
+    assert found() == [True, True]
+    with torch.no_grad():
+        model.b[79, 69] = math.inf
+    assert found() == [True, False]
+    with torch.no_grad():
+        model.b[79, 69] = 0
+    assert found() == [True, True]
+    unsummed = bucketize(exporter, layouts, ALONE, slots)
+    assert not any(bucket.finite for bucket in unsummed if bucket is not None)
+    half = ModuleExporter(model, wire_dtype=torch.float16)
+    halves = plan_buckets(half.specs(), bucket_bytes=80 * 140, packing=Packing())
+    cast = bucketize(half, halves, ALONE, slots, (), sources)
+    assert not any(bucket.finite for bucket in cast if bucket is not None), "values that were cast were not seen"
 
 
 def test_what_nobody_sums_at_its_source_is_named():

@@ -238,10 +238,26 @@ def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, li
     return total
 
 
-def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
+@njit
+def _large(address, stride, rows, num, wide, like):
+    """1 if a word of a tile has all bits of 0x7C00, else 0. `wide` is an array of int64, which is four words."""
+    found, fours = int64(0), num // 4
+    for r in range(rows):
+        at = address + r * stride
+        four = carray(_pointer(at, wide), fours)
+        for c in range(fours):
+            found |= (four[c] & 0x7C007C007C007C00) + 0x0400040004000400
+        rest = carray(_pointer(at + 8 * fours, like), num - 4 * fours)
+        for c in range(len(rest)):
+            found |= (int64(rest[c]) & 0x7C00) + 0x0400
+    return int64(found & -0x7FFF7FFF7FFF8000 != 0)
+
+
+def _run_tiles(jobs, tiles, tile_cols, like, out, summed, looks):
     """Carries out some tiles: rows of `Plan.tiles`, of `tile_cols` columns.
 
     `like` is an array whose dtype is that of a word, int8 or int16; `out` takes the sums, int64 `[count]`.
+    With `looks` it has one more place, for the number of tiles that were summed and are `_large`; words of 8 bits are.
     """
     size = like.itemsize
     b, a, sums = np.empty(tile_cols, np.int64), np.empty(_ROWS, np.int64), np.empty(_NARROW, np.int64)
@@ -273,6 +289,8 @@ def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
             out[index] += _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like)
         else:
             out[index] += _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, like)
+        if looks:  # while it is in the cache
+            out[-1] += _large(address, stride, rows, num, b, like) if size == 2 else 1
     _fence()
 
 

@@ -42,11 +42,16 @@ def prepare(size_bytes: int) -> None:
 
 
 class Launches:
-    """Copies with sums that can run again, as long as all memory stays where it is.  It keeps no memory alive."""
+    """Copies with sums that can run again, as long as all memory stays where it is.  It keeps no memory alive.
 
-    def __init__(self, transfers: Sequence[Transfer] | Placed, count: int) -> None:
+    `small` is true if the last launch looked at what it summed, and if no word of it, of 16 bits, has all bits of
+    0x7C00.  Then 16-bit floats in it are finite.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer] | Placed, count: int, *, looks: bool = False) -> None:
         """Works out the jobs of transfers on the CPU, for each of which `can_transfer` is true."""
-        self._count = count
+        self.small = False
+        self._count, self._looks = count, looks
         placed = isinstance(transfers, Placed)
         plans = transfers.plans() if placed else plans_of_transfers(transfers, CPU_TILING)
         self._parts = [_Part(plan) for plan in plans]
@@ -55,10 +60,12 @@ class Launches:
         """Copies, and sums if `summed`; done when it returns the sums, int64 `[count]`, to be read mod 2**64."""
         run = _kernel()
         assert run is not None, "available() comes first"
-        out = torch.zeros(self._count, dtype=torch.int64)
+        looks = self._looks and summed
+        out = torch.zeros(self._count + looks, dtype=torch.int64)
         for part in self._parts:
-            part.run(run, out, summed)
-        return out
+            part.run(run, out, summed, looks)
+        self.small = looks and not out[-1]
+        return out[: self._count]
 
 
 def takes(piece: Piece) -> bool:
@@ -90,18 +97,18 @@ class _Part:
         sizes = (rows.clamp(max=tile_rows) * cols.clamp(max=CPU_COLS) * plan.word_bytes)[plan.tiles[:, 0].long()]
         self._ends = sizes.cumsum(0)
 
-    def run(self, run: _RunTiles, out: torch.Tensor, summed: bool) -> None:
+    def run(self, run: _RunTiles, out: torch.Tensor, summed: bool, looks: bool = False) -> None:
         size = int(self._ends[-1])
         threads = min(torch.get_num_threads(), size // _BYTES_OF_A_THREAD, len(self._tiles))
         if threads < 2:
-            run(self._jobs, self._tiles, CPU_TILING.cols, self._like, out.numpy(), summed)
+            run(self._jobs, self._tiles, CPU_TILING.cols, self._like, out.numpy(), summed, looks)
             return
         # Spans of about the same number of bytes.
         marks = torch.arange(1, threads) * (size // threads)
         cuts = [0, *torch.searchsorted(self._ends, marks).tolist(), len(self._tiles)]
         outs = torch.zeros(threads, len(out), dtype=torch.int64)
         spans = [
-            (self._jobs, self._tiles[start:end], CPU_TILING.cols, self._like, one.numpy(), summed)
+            (self._jobs, self._tiles[start:end], CPU_TILING.cols, self._like, one.numpy(), summed, looks)
             for start, end, one in zip(cuts[:-1], cuts[1:], outs, strict=True)
         ]
         others = [_threads().submit(run, *span) for span in spans[1:]]

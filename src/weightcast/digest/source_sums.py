@@ -54,9 +54,13 @@ class Folded:
 
 
 class SourceSums:
-    """The sums that one rank takes in one update.  They stay on their devices until ``values`` is asked for."""
+    """The sums that one rank takes in one update.  They stay on their devices until ``values`` is asked for.
+
+    ``finite`` is the bucket that was filled last, if all its values were seen to be finite when they were summed.
+    """
 
     def __init__(self) -> None:
+        self.finite: BucketLayout | None = None
         self._count = 0
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 

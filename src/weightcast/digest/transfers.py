@@ -64,8 +64,13 @@ class PlacedLaunches:
     a time.
     """
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        """Takes the device of all memory, for which ``transfers_on`` is true, and the number of sums."""
+    def __init__(self, device: torch.device, count: int, *, looks: bool = False) -> None:
+        """Takes the device of all memory, for which ``transfers_on`` is true, and the number of sums.
+
+        ``looks`` makes launches on a CPU look at what they sum, for ``small``.
+        """
+        self.small = False  # as that of the last launch on a CPU
+        self._looks = looks
         self._device = device
         self._count = count
         self._known: dict[Hashable, Launches | on_cpu.Launches] = {}
@@ -86,8 +91,10 @@ class PlacedLaunches:
         known = self._known.get(place)
         sums = known.launch(summed=summed) if known is not None else None
         if sums is None:  # or it was made for another stream
-            sums = self._make(place, transfers).launch(summed=summed)
+            known = self._make(place, transfers)
+            sums = known.launch(summed=summed)
             assert sums is not None, "it was made for the current stream"
+        self.small = isinstance(known, on_cpu.Launches) and known.small
         return sums
 
     def prepare(self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]) -> None:
@@ -98,7 +105,7 @@ class PlacedLaunches:
     def _make(
         self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]
     ) -> Launches | on_cpu.Launches:
-        made = _launches(transfers(), self._count, self._device)
+        made = _launches(transfers(), self._count, self._device, looks=self._looks)
         if len(self._known) >= _MAX_PLACES:
             self._known.clear()
         self._known[place] = made
@@ -110,9 +117,11 @@ def worth_launch(size_bytes: int, device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(size_bytes))
 
 
-def _launches(transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> Launches | on_cpu.Launches:
+def _launches(
+    transfers: Sequence[Transfer] | Placed, count: int, device: torch.device, *, looks: bool
+) -> Launches | on_cpu.Launches:
     if device.type == "cpu":
-        return on_cpu.Launches(transfers, count)
+        return on_cpu.Launches(transfers, count, looks=looks)
     from weightcast.digest.kernel import Launches
 
     return Launches(transfers, count, device)

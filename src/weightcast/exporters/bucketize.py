@@ -55,6 +55,8 @@ def bucketize(
     for number, layout in enumerate(layouts[first:], first):
         taker = sources if number >= unsummed else None
         stays = lent[number] if lent else {}
+        if taker is not None:
+            taker.finite = None
         bucket = Bucket(layout, slots[number % len(slots)], lent=stays) if slots is not None else None
         if scattered:
             assert bucket is not None
@@ -63,4 +65,5 @@ def bucketize(
             sums = cast(Summing, exporter).fill(bucket, layout, group, taker)
         else:
             sums = exporter.fill(bucket, layout, group)
-        yield replace(bucket, sums=sums) if bucket is not None else None
+        finite = taker is not None and taker.finite is layout
+        yield replace(bucket, sums=sums, finite=finite) if bucket is not None else None

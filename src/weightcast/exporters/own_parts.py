@@ -27,6 +27,9 @@ from weightcast.wire.layout import BucketLayout, TensorSlot
 # A shard that is cast before it is sent is cast in blocks of this many bytes to be summed.
 _CAST_BYTES = 16 << 20
 
+# What ``PlacedLaunches.small`` says enough of.
+_LOOKED_AT = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
@@ -174,6 +177,8 @@ class OwnParts:
         self._parts = parts
         self._held = held
         self._places = torch.tensor([own.place for own in parts if own.place is not None], dtype=torch.int64)
+        whole = sum(own.box.numel for own in parts) == sum(slot.box.numel for slot in layout.slots)
+        self._looks = whole and all(slot.spec.torch_dtype in _LOOKED_AT for slot in layout.slots)
         self._one_each = [own.number for own in parts] == list(range(len(layout.slots)))
         self._seen: tuple[list[int], Seen | None] = [], None  # while one bucket is filled
         self._copying: _CopySteps | None = None
@@ -230,6 +235,7 @@ class OwnParts:
         if sums is not None and summed:
             assert taker is not None
             taker.add(self._places, sums)
+            self._saw(steps.launches, taker)
             return self._by_slot(sums)
         self._seen = (steps.sources, found) if taker is not None else ([], None)
         _copy_plainly(steps, found, bucket)
@@ -351,7 +357,7 @@ class OwnParts:
         sources, watched = self._watch(list(wholes))
         seen = watched.now()
         template = Template(transfers, memories, device) if transfers else None
-        placed = PlacedLaunches(device, len(self._parts))
+        placed = PlacedLaunches(device, len(self._parts), looks=self._looks)
         computed = _ComputedSums(self._layout, [own for own in rest if own.computed and own.place is not None], device)
         return _CopySteps(sources, watched, seen.layout, template, placed, copies, rest, computed, lent), seen
 
@@ -411,7 +417,7 @@ class OwnParts:
         for device, some in views.items():
             template = _template_of_sums(device, some, wholes)
             if template is not None:
-                launches[device] = template, PlacedLaunches(device, len(some))
+                launches[device] = template, PlacedLaunches(device, len(some), looks=self._looks)
         return _SumSteps(sources, watched, seen.layout, views, launches, tensors, rest), seen
 
     def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
@@ -419,10 +425,17 @@ class OwnParts:
             if device in steps.launches:
                 template, launches = steps.launches[device]
                 sums = launches.run(*_placing(template, found))
+                if len(steps.views) == 1 and not steps.rest:
+                    self._saw(launches, taker)
             else:
                 memory = dict(zip(steps.sources, found.tensors, strict=True))
                 sums = partial_sums([view.piece(memory[view.source]) for view in views])
             taker.add(steps.places[device], sums)
+
+    def _saw(self, launches: PlacedLaunches, taker: Taker) -> None:
+        """Notes what a launch that summed all parts has seen."""
+        if launches.small:
+            taker.sums.finite = self._layout
 
     def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch) -> None:
         held = self._held.find(own.slot.spec.name, own.box)

@@ -23,12 +23,14 @@ class Bucket:
             on the way; else None.
         lent: Bytes of slots that lie outside ``data``, flat uint8, by tensor name: zero-copy views of the trainer's
             tensors, or the places where the engine keeps them.
+        finite: True if all values were seen to be finite on the way.
     """
 
     layout: BucketLayout
     data: torch.Tensor
     sums: torch.Tensor | None = None
     lent: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    finite: bool = False
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
