@@ -223,7 +223,9 @@ def _cpu_plan() -> list[Case]:
         _cpu("cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1),
         _cpu("proof-cpu-colocated", "dense-256MiB", "colocated", 1, 1, **proof),
         _cpu("proof-cpu-colocated-many", "many-2048", "colocated", 1, 1, **proof | dict(bucket_bytes=(16 * MIB,))),
-        _cpu("proof-cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1, **proof),
+        _cpu(
+            "proof-cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1, **proof | dict(bucket_bytes=(256 * MIB,))
+        ),
         _cpu("proof-cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1, **proof),
         _cpu("cpu-stall", "dense-256MiB", "colocated", 1, 1, generate=True, bucket_bytes=(64 * MIB,)),
         _cpu("cpu-limits", "dense-256MiB", "disaggregated", 1, 1, kind="limits", deadline_s=120),
