@@ -28,6 +28,7 @@ def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str 
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         raise ConfigError(f"CA file {ca_file}: {_why(error)}", hint="use a file of certificates in PEM") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # which not every build of Python does
     if cert_file is not None:
         _show(context, "client certificate", cert_file, key_file)
     return context
