@@ -25,6 +25,12 @@ def staged(live: dict[str, torch.Tensor]) -> Staging:
     return Staging(live, "device", keep_storage=True, may_move=True)
 
 
+def takes_another_version(stage: Staging, live: dict[str, torch.Tensor]) -> None:
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+
+
 def test_contents_change_places_and_addresses_stay(mapper):
     live = residents()
     old = bits(live)
@@ -55,9 +61,7 @@ def test_what_something_else_refers_to_stays_where_it_is(mapper):
     stage = staged(live)
     moved = {name for name, tensor in live.items() if tensor.data_ptr() != before[name]}
     assert moved == {"transposed", "scalar", "flags"}
-    new = write(stage, live)
-    stage.flip()
-    assert bits(live) == new
+    takes_another_version(stage, live)
     assert torch.equal(view, live["matrix"][3:5])
     assert kept.data_ptr() == live["half"].data_ptr()
 
@@ -86,9 +90,7 @@ def test_a_flip_that_fails_while_it_maps_is_undone(mapper, at):
     stage.undo()
     assert not stage.torn
     assert bits(live) == old
-    new = write(stage, live)
-    stage.flip()
-    assert bits(live) == new
+    takes_another_version(stage, live)
 
 
 def test_an_undo_that_failed_can_be_repeated(mapper):
@@ -118,9 +120,7 @@ def test_freed_memory_comes_back_at_the_same_addresses(mapper):
     assert bits(live) == new
     stage.allocate()
     assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
-    new = write(stage, live)
-    stage.flip()
-    assert bits(live) == new
+    takes_another_version(stage, live)
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -174,9 +174,7 @@ def test_parameters_sleep_on_where_there_is_no_memory_to_wake(mapper, monkeypatc
     stage.restore()
     stage.allocate()
     assert bits(live) == old
-    new = write(stage, live)
-    stage.flip()
-    assert bits(live) == new
+    takes_another_version(stage, live)
 
 
 def test_parameters_that_a_failed_flip_left_without_memory_are_stored(mapper):
@@ -249,9 +247,7 @@ def test_parameters_that_the_engine_moved_are_exchanged_where_they_lie_now(mappe
         move()
     stage.undo()
     assert bits(live) == old
-    new = write(stage, live)
-    stage.flip()
-    assert bits(live) == new
+    takes_another_version(stage, live)
     assert not stage.mapped_bytes
 
 
@@ -302,9 +298,7 @@ def test_parameters_made_in_inference_mode_stay_so(mapper):
     stage = staged(live)
     assert [tensor.is_inference() for tensor in live.values()] == [True, False]
     with torch.inference_mode():
-        new = write(stage, live)
-    stage.flip()
-    assert bits(live) == new
+        takes_another_version(stage, live)
 
 
 @pytest.mark.parametrize(
