@@ -23,7 +23,7 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import BucketUse, Exporter, Lender, Mappable, Planning, Refilling, Summing
+from weightcast.protocols import BucketUse, Exporter, Lender, Lying, Mappable, Planning, Refilling, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.update.bucket_memory import planned_bytes
@@ -82,6 +82,7 @@ class Filling:
     Attributes:
         lent: The zero-copy tensors of each bucket; empty if there are none.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
+        lying: This rank's parts of each bucket that engines read in place.
         mapped: On the head, the handles to all ranks' own memory, for each bucket that engines read there.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
         filled: Number of buckets that were filled at least once, and so are in ``sources``.
@@ -91,6 +92,7 @@ class Filling:
     plan: SendPlan
     lent: Sequence[Mapping[str, torch.Tensor]]
     sources: SourceSums | None
+    lying: Sequence[Lying] = ()
     mapped: Sequence[Sequence[Shared]] = ()
     buckets: _Filled = field(default_factory=lambda: iter(()))
     next: int = 0
@@ -244,11 +246,20 @@ class BucketStream:
         lent = self._lend()
         self.exchange.begin()
         sources = SourceSums() if self._verifies else None
-        mapped = [self._gather_mapped(self._look_at_mapped(one)) for one in self._layouts[: self._num_mapped]]
-        return Filling(plan=self._plan_of(lent), lent=lent, sources=sources, mapped=mapped)
+        filling = Filling(plan=self._plan_of(lent), lent=lent, sources=sources)
+        mapped = self._layouts[: self._num_mapped]
+        filling.lying = [self._look_at_mapped(layout) for layout in mapped]
+        if self._sums_ahead:
+            self._sum_mapped(filling, mapped)
+        return filling
 
     def start(self, filling: Filling) -> None:
-        """Fills the first buckets where no other rank is needed: one on the host, as many as there are on a GPU."""
+        """Does what needs no session, while engines open theirs.  Collective: every trainer rank calls it.
+
+        The head gets the handles to what engines read in place.  Where no other rank is needed, the first buckets are
+        filled: one on the host, as many as there are on a GPU.
+        """
+        filling.mapped = [self._gather_mapped(self._mapped.share(lying)) for lying in filling.lying]
         buckets = self._fill(filling)
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
@@ -256,6 +267,19 @@ class BucketStream:
             ahead = 0
         first = list(islice(buckets, ahead))
         filling.buckets = chain(first, buckets)
+
+    @property
+    def _sums_ahead(self) -> bool:
+        """True if a GPU sums what engines read in place before they can read, while messages are on their way.
+
+        A host sums while they read, since they would wait for it.
+        """
+        return self._exporter.device.type == "cuda"
+
+    def _sum_mapped(self, filling: Filling, layouts: Sequence[BucketLayout]) -> None:
+        if filling.sources is not None:
+            for layout in layouts:
+                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
 
     def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> SendPlan:
         names = [tuple(tensors) for tensors in lent]
@@ -404,9 +428,8 @@ class BucketStream:
                 if self._progress is not None and not head.failed and index == filling.sent:
                     self._progress(sum(self._payload_bytes[: index + 1]), sum(self._payload_bytes))
             filling.sent = max(filling.sent, index + 1)
-            if mapped and filling.sources is not None:
-                # While engines read: before that, their copy would wait for a GPU that they share.
-                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
+            if mapped and not self._sums_ahead:
+                self._sum_mapped(filling, [layout])
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
                 legs = self._choice.leg_hosts
@@ -515,15 +538,12 @@ class BucketStream:
             known = self._sent_parts[layout.index] = parts, shared, packs, data
         return known[3]
 
-    def _look_at_mapped(self, layout: BucketLayout) -> Shared:
-        """Handles to this rank's own memory, and the parts in it.
-
-        It raises ConfigError if a part cannot be read where it lies, and NotFinite.
-        """
+    def _look_at_mapped(self, layout: BucketLayout) -> Lying:
+        """This rank's parts where they lie; ConfigError if one cannot be read there, and NotFinite."""
         lying = self._mapped.look(layout)
         if self._checks_finite:
             check_parts_finite([(layout.slots[number].spec.name, view) for number, _, view in lying.views()])
-        return self._mapped.share(lying)
+        return lying
 
     def _gather_mapped(self, mine: Shared | None) -> list[Shared]:
         """Gathers the handles to all ranks' own memory on the head; ``mine`` is None if this rank cannot give any."""
