@@ -85,6 +85,14 @@ def test_a_step_that_has_begun_by_itself_is_not_waited_for(said: list[str]) -> N
     assert " ".join(said) == "4 3 1 waited turn 2"
 
 
+def test_while_the_engine_stands_still_as_much_may_come_as_after_a_step(said: list[str]) -> None:
+    engine = Engine(said)
+    engine.launch(3)
+    engine.pace.restart()
+    engine.launch(6)
+    assert " ".join(said) == "3 4 waited turn 2"
+
+
 def test_without_a_pace_all_comes_at_once(said: list[str]) -> None:
     assert list(pace.slices(9, 4)) == [slice(0, 9)]
     with pace.paced(Engine(said).pace):

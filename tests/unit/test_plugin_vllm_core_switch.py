@@ -26,6 +26,8 @@ class Scheduler:
     def __init__(self, said: list[str]) -> None:
         self.said = said
         self.pause_state = PauseState.UNPAUSED
+        self.running = ["one"]
+        self.waiting: list[str] = []
 
     def set_pause_state(self, state: PauseState) -> None:
         self.said.append(state.name)
@@ -44,6 +46,7 @@ class Core:
         self.cache_goes = True
         self.broken = ""
         self.stamp = "0"
+        self.goes_on = False  # as the workers were told
 
     def set_weight_version(self, version: str) -> None:
         self.stamp = version
@@ -68,9 +71,10 @@ class Core:
         self.said.append("resume")
         self.scheduler.pause_state = PauseState.UNPAUSED
 
-    def collective_rpc(self, method: str, timeout: float, args: tuple[str]) -> list[str]:
+    def collective_rpc(self, method: str, timeout: float, args: tuple[str, bool]) -> list[str]:
         assert (method, timeout) == ("weightcast_switch", 7.0)
-        self.said.append(f"switch{args[0] and ': ' + args[0]}")
+        why_not, self.goes_on = args
+        self.said.append(f"switch{why_not and ': ' + why_not}")
         if "gone" in self.answers:
             raise RuntimeError("worker 1 is gone")
         return list(self.answers)
@@ -126,6 +130,27 @@ def test_no_worker_switches_if_a_cache_stays():
     core.switch(rest=True, drop_cache=True, resume=True)
     assert core.said[-1] == "switch: vLLM could not drop the KV caches outside of it"
     assert core.scheduler.pause_state == PauseState.UNPAUSED
+
+
+def test_workers_hear_whether_a_step_follows_at_once():
+    core = Core()
+    core.switch()
+    assert core.goes_on
+    core.scheduler.running, core.scheduler.waiting = [], ["retracted"]
+    core.switch(rest=True, drop_cache=True)
+    assert core.goes_on
+    core.scheduler.waiting = []
+    core.switch()
+    assert not core.goes_on
+    core.scheduler.running = ["one"]
+    core.scheduler.pause_state = PauseState.PAUSED_ALL
+    core.switch()
+    assert not core.goes_on
+    core.switch(resume=True)
+    assert core.goes_on
+    core.cache_goes = False
+    core.switch(drop_cache=True)
+    assert not core.goes_on
 
 
 def test_tokens_carry_the_new_version_from_the_switch_on_and_only_if_it_was_made():

@@ -137,24 +137,22 @@ def test_a_launch_waits_for_the_next_step_of_an_engine_that_generates(monkeypatc
 class Reading(Working):
     """A receiver whose answer to a commit takes the exchange, and two slices to read the weights back."""
 
-    def __init__(self, rank: PolledRank, said: list[str]) -> None:
-        self.rank, self.said = rank, said
+    def __init__(self, rank: PolledRank, said: list[str], *, goes_on: bool) -> None:
+        self.rank, self.said, self.goes_on = rank, said, goes_on
 
     def apply(self, message: Message) -> RankAck:
         if isinstance(message, Commit):
             self.rank._tasks.append((lambda: self.said.append("exchange"), Future()))
-            assert self.rank.step()
+            assert self.rank.step(goes_on=self.goes_on)
             for part in slices(2, 1):
                 self.said.append(f"slice {part.start}")
         return RankAck(rank=0, ok=True)
 
 
-@pytest.mark.parametrize("generates", [True, False])
-def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(
-    monkeypatch: pytest.MonkeyPatch, generates: bool
-) -> None:
+@pytest.mark.parametrize("known", ["to the engine", "to its core", ""])
+def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     rank, said = PolledRank(), list[str]()
-    rank.receiver = Reading(rank, said)  # type: ignore[assignment]
+    rank.receiver = Reading(rank, said, goes_on=known == "to its core")  # type: ignore[assignment]
     monkeypatch.setattr("weightcast.plugins.switch_rank.switch_of", lambda message, committed: (False, committed))
     monkeypatch.setattr("weightcast.runtime.pace.torch.cuda.current_stream", lambda: Synchronised())
 
@@ -165,11 +163,11 @@ def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(
     monkeypatch.setattr("weightcast.plugins.switch_rank.time.sleep", sleep)
     rank.apply(OPEN)
     rank.stepped()
-    if generates:  # SGLang knows it; others have begun a step since the exchange
+    if known == "to the engine":  # as SGLang
         monkeypatch.setattr(rank, "generates", lambda: True)
     rank.apply(Commit(session=OPEN.session))
     # An engine that is paused until its weights are proven makes no step that could be waited for.
-    assert said == ["exchange", "slice 0", *(["waits", "slice 1"] if generates else [])]
+    assert said == ["exchange", "slice 0", *(["waits", "slice 1"] if known else [])]
 
 
 class Synchronised:

@@ -162,13 +162,18 @@ class SwitchRank(ABC):
         if self.at_work:
             time.sleep(_YIELD_S)
 
-    def step(self) -> bool:
-        """Carries out the oldest work that waits.  A rank with none has nothing to switch, and returns False."""
+    def step(self, *, goes_on: bool = False) -> bool:
+        """Carries out the oldest work that waits.  A rank with none has nothing to switch, and returns False.
+
+        With ``goes_on`` the engine's next step comes at once.  Otherwise the engine may be paused until its weights are
+        read back.
+        """
         if not self._tasks:
             return False
         do, done = self._tasks.popleft()
         assert self._open is not None
-        self._stepped_at = float("-inf")  # it may be paused, and then no step comes before the weights are read back
+        self._stepped_at = time.monotonic() if goes_on else float("-inf")
+        self._pace.restart()
         try:
             self.carry_out(do, self._open, forward=isinstance(self._switching, Commit))
         except BaseException as error:  # noqa: BLE001  an error here would end the engine

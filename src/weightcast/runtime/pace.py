@@ -47,6 +47,10 @@ class Pace:
             self._used += (last - first) / size
             first = last
 
+    def restart(self) -> None:
+        """Notes that the engine stands still: what comes now comes before its next step, and delays none."""
+        self._used = 0.0
+
     def _left(self, size: int) -> int:
         return max(0, round((1.0 - self._used) * size))
 

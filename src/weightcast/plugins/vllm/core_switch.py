@@ -57,7 +57,8 @@ def kind(core: Any) -> str:
     """
     for name in _NEEDED:
         getattr(core, name)
-    getattr(core.scheduler, "pause_state")  # noqa: B009
+    for name in ("pause_state", "running", "waiting"):
+        getattr(core.scheduler, name)
     return LOCKSTEP if getattr(core, "dp_group", None) is not None else ALONE
 
 
@@ -96,9 +97,12 @@ def switch_between_steps(
             core.reset_encoder_cache()
     except Exception as error:  # noqa: BLE001  vLLM's errors have no common class
         why = f"vLLM could not drop what the old weights computed: {type(error).__name__}: {error}"
+    after = states.UNPAUSED if resume and not why else before
+    has_requests = len(scheduler.running) + len(scheduler.waiting) > 0
     try:
         # With a reason no worker switches, and each of them answers the API server with it.
-        said = core.model_executor.collective_rpc(SWITCH, timeout=timeout_s, args=(why,))
+        goes_on = not why and after == states.UNPAUSED and has_requests
+        said = core.model_executor.collective_rpc(SWITCH, timeout=timeout_s, args=(why, goes_on))
     except BaseException:
         scheduler.set_pause_state(states.PAUSED_ALL)
         raise
@@ -106,7 +110,7 @@ def switch_between_steps(
     stamped = bool(stamp) and not failed and not why and hasattr(core, "set_weight_version")
     if stamped:
         core.set_weight_version(stamp)
-    after = states.PAUSED_ALL if failed else states.UNPAUSED if resume and not why else before
+    after = states.PAUSED_ALL if failed else after
     if after == states.UNPAUSED and before != after:
         core.resume_scheduler()
     elif scheduler.pause_state != after:

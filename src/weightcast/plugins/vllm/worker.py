@@ -210,13 +210,14 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(words) from error
         self._listens = True
 
-    def switch(self, why_not: str) -> tuple[bool, str]:
+    def switch(self, why_not: str, *, goes_on: bool) -> tuple[bool, str]:
         """Carries out what waits for the main thread, or refuses it for the reason ``why_not``; answers use sockets.
 
-        Returns whether the model's weights were switched; and the failure in words, or nothing.
+        With ``goes_on`` vLLM's next step comes at once.  Returns whether the model's weights were switched; and the
+        failure in words, or nothing.
         """
         adapter = self._adapters.step(why_not)
-        switched, failure = self._rank_server.step_unless(why_not)
+        switched, failure = self._rank_server.step_unless(why_not, goes_on=goes_on)
         return switched, adapter or failure
 
     def stepped(self) -> None:

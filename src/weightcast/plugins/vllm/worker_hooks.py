@@ -82,10 +82,10 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
             backend.stepped()
         return execute(self, *arguments, **named)
 
-    def switch(self: Any, why_not: str = "") -> str:
+    def switch(self: Any, why_not: str = "", goes_on: bool = False) -> str:
         backend = ours(self)
         assert backend is not None
-        switched, failure = backend.switch(why_not)
+        switched, failure = backend.switch(why_not, goes_on=goes_on)
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if switched and reset is not None:  # as vLLM does after a weight transfer of its own
             reset()
