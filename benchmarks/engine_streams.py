@@ -188,13 +188,14 @@ def gaps(requests: Sequence[Request], begin: float, end: float) -> dict[str, Any
         end: When it was over for the clients.
 
     Returns:
-        Seconds: ``longest`` time between two messages of one request, ``first`` token of requests sent or waiting in
-        that time, and of the time before ``usual`` (the mean of a request, median of them), ``usual_longest`` and
-        ``usual_first``.  The requests are counted by how they ended.
+        Seconds: ``longest`` time between two messages of one request, which began ``longest_from`` after ``begin``;
+        ``first`` token of requests sent or waiting in that time; and of the time before ``usual`` (the mean of a
+        request, median of them), ``usual_longest`` and ``usual_first``.  The requests are counted by how they ended.
     """
     between = [pair for request in requests for pair in pairwise(request.times)]
     firsts = [(request.sent, request.times[0]) for request in requests if request.times]
-    during = [later - earlier for earlier, later in between if later >= begin and earlier <= end]
+    during = [(later - earlier, earlier) for earlier, later in between if later >= begin and earlier <= end]
+    longest_s, longest_from = max(during, default=(0.0, begin))
     before = [later - earlier for earlier, later in between if later < begin]
     # Not the median of the gaps: messages that are read together have none between them.
     runs = [[at for at in request.times if at < begin] for request in requests]
@@ -203,7 +204,8 @@ def gaps(requests: Sequence[Request], begin: float, end: float) -> dict[str, Any
     for request in requests:
         ends[request.finish or "none"] = ends.get(request.finish or "none", 0) + 1
     return {
-        "longest_s": round(max(during, default=0.0), 4),
+        "longest_s": round(longest_s, 4),
+        "longest_from_s": round(longest_from - begin, 4),
         "first_s": round(
             max((first - sent for sent, first in firsts if first >= begin and sent <= end), default=0.0), 4
         ),
