@@ -25,6 +25,7 @@ pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(580)]
 SLEEP = ["--enable-sleep-mode"]
 MAPS = '--additional-config={"weightcast": {"map_with_sleep": true, "staging": "device"}}'
 COPIES = '--additional-config={"weightcast": {"staging": "device"}}'
+ALIKE = 0.8  # share of equal tokens; each server compiles kernels of its own, and rounds a few logits differently
 MORE_BYTES = 256 << 20  # one copy of the weights is over 1 GB
 
 
@@ -59,6 +60,12 @@ def asleep_bytes(server: Server) -> dict[int, int]:
     return found
 
 
+def agreement(answers: list[list[int]], others: list[list[int]]) -> float:
+    """The share of tokens that are equal."""
+    pairs = [pair for one, other in zip(answers, others, strict=True) for pair in zip(one, other, strict=True)]
+    return sum(one == other for one, other in pairs) / len(pairs)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_mapped_weights_sleep_and_wake_with_vllm(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record, family: str
@@ -69,15 +76,15 @@ def test_mapped_weights_sleep_and_wake_with_vllm(
     with vllm(b, tmp_path / "copies.log", **common, options=[*SLEEP, COPIES]) as server:
         server.wait_ready()
         record("vllm", server.get("/version").json()["version"])
-        expected = {b: Vllm().answers(server)}
+        fresh = Vllm().answers(server)
         held = digests(server.url)
         awake_before = server.held_bytes()[0]
         asleep_before = asleep_bytes(server)
     with vllm(a, tmp_path / "maps.log", **common, options=[*SLEEP, MAPS]) as server:
         server.wait_ready()
         assert re.search(r"rank 0 switches [\d.]+ GiB without a copy", server.log.read_text())
-        expected[a] = Vllm().answers(server)
-        assert all(old != new for old, new in zip(expected[a], expected[b], strict=True))
+        expected = {a: Vllm().answers(server)}
+        assert all(old != new for old, new in zip(expected[a], fresh, strict=True))
         awake = server.held_bytes()[0]
         record("awake", {"mapped": awake, "copied": awake_before})
         assert awake < awake_before + MORE_BYTES  # what the weights have left is free
@@ -93,7 +100,11 @@ def test_mapped_weights_sleep_and_wake_with_vllm(
             record(f"asleep {level}", {"mapped": asleep, "copied": asleep_before[level]})
             assert asleep < asleep_before[level] + MORE_BYTES
 
-        record("stall_s", [pushed(server, b, 1)["stall_s"], pushed(server, a, 2)["stall_s"]])
+        record("stall_s", [pushed(server, b, 1)["stall_s"]])
+        expected[b] = Vllm().answers(server)
+        record("agreement", agreement(expected[b], fresh))
+        assert agreement(expected[b], fresh) >= ALIKE > agreement(expected[a], fresh)
+        pushed(server, a, 2)
         pushed(server, b, 3)
         check(b)
         assert digests(server.url) == held
