@@ -33,9 +33,10 @@ class Engine:
         self.steps = 0
         self.pace = pace.Pace(lambda: self.generates, lambda: self.steps, self.turn)
 
-    def turn(self) -> None:
+    def turn(self) -> bool:
         self.said.append("turn")
         self.steps += 1
+        return True
 
     def launch(self, count: int, size: int = 4) -> None:
         """A launch of so many tiles, of which ``size`` may come between two steps."""
@@ -85,12 +86,25 @@ def test_a_step_that_has_begun_by_itself_is_not_waited_for(said: list[str]) -> N
     assert " ".join(said) == "4 3 1 waited turn 2"
 
 
-def test_while_the_engine_stands_still_as_much_may_come_as_after_a_step(said: list[str]) -> None:
+@pytest.mark.parametrize("begun", [0, 1, 2])
+def test_after_a_standstill_the_next_step_is_left_alone(said: list[str], begun: int) -> None:
     engine = Engine(said)
     engine.launch(3)
     engine.pace.restart()
-    engine.launch(6)
-    assert " ".join(said) == "3 4 waited turn 2"
+    engine.launch(4)
+    engine.steps += begun
+    engine.launch(5)
+    assert " ".join(said) == f"3 4 {['waited turn turn ', 'waited turn ', ''][begun]}4 waited turn 1"
+
+
+def test_a_step_that_does_not_come_is_waited_for_once(said: list[str]) -> None:
+    engine = Engine(said)
+    waits: list[int] = []
+    engine.pace = pace.Pace(lambda: True, lambda: 0, lambda: bool(waits.append(1)))
+    engine.pace.restart()
+    engine.launch(9)
+    assert " ".join(said) == "4 waited 4 waited 1"
+    assert len(waits) == 2
 
 
 def test_without_a_pace_all_comes_at_once(said: list[str]) -> None:

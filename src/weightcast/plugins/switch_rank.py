@@ -247,11 +247,12 @@ class SwitchRank(ABC):
             raise DeadlineExceeded(who=self.engine, waiting_for="its loop to switch weights", timeout_s=timeout_s)
         done.result()
 
-    def _let_a_step_begin(self) -> None:
-        """Waits until the engine begins its next step, if it generates."""
+    def _let_a_step_begin(self) -> bool:
+        """Waits until the engine begins its next step, if it generates; returns False if it has begun none."""
         begun, until = self.steps_begun(), time.monotonic() + _STEP_S
         while self.generates() and self.steps_begun() == begun and time.monotonic() < until:
             time.sleep(_LOOK_S)
+        return self.steps_begun() != begun
 
     def _serve(self, listener: Listener | None, connection: Connection | None) -> None:
         """Starts the thread that serves, which the interpreter then lets run in time."""

@@ -20,13 +20,17 @@ class Pace:
     """So much work between two steps, however many launches it comes in, and of whatever kinds."""
 
     def __init__(
-        self, generates: Callable[[], bool], steps_begun: Callable[[], int], let_a_step_begin: Callable[[], None]
+        self, generates: Callable[[], bool], steps_begun: Callable[[], int], let_a_step_begin: Callable[[], bool]
     ) -> None:
-        """Takes what says whether the engine generates, how many steps it has begun, and a wait for the next one."""
+        """Takes what says whether the engine generates, how many steps it has begun, and a wait for the next one.
+
+        The wait returns False if none has begun.
+        """
         self._generates = generates
         self._steps_begun = steps_begun
         self._let_a_step_begin = let_a_step_begin
-        self._step, self._used = -1, 0.0  # the share of what may come after the beginning of this step
+        self._used = 0.0  # the share of what may come before this step begins
+        self._before_step = 0
 
     def slices(self, count: int, size: int) -> Iterator[slice]:
         """As the function below; ``size`` parts come after the beginning of a step."""
@@ -35,21 +39,21 @@ class Pace:
             if not self._generates():
                 yield slice(first, count)
                 return
-            if not self._left(size) and self._steps_begun() == self._step:
+            if not self._left(size) and self._steps_begun() < self._before_step:
                 torch.cuda.current_stream().synchronize()
-                self._let_a_step_begin()
-                self._used = 0.0
-            step = self._steps_begun()
-            if step != self._step:
-                self._step, self._used = step, 0.0
+                while self._steps_begun() < self._before_step and self._let_a_step_begin():
+                    pass
+                self._before_step = 0
+            if self._steps_begun() >= self._before_step:
+                self._used, self._before_step = 0.0, self._steps_begun() + 1
             last = min(count, first + self._left(size))
             yield slice(first, last)
             self._used += (last - first) / size
             first = last
 
     def restart(self) -> None:
-        """Notes that the engine stands still: what comes now comes before its next step, and delays none."""
-        self._used = 0.0
+        """Notes that the engine stands still: as much may come now, and no more until its next step is over."""
+        self._used, self._before_step = 0.0, self._steps_begun() + 2
 
     def _left(self, size: int) -> int:
         return max(0, round((1.0 - self._used) * size))
