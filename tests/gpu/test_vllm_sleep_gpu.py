@@ -25,7 +25,9 @@ pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(580)]
 SLEEP = ["--enable-sleep-mode"]
 MAPS = '--additional-config={"weightcast": {"map_with_sleep": true, "staging": "device"}}'
 COPIES = '--additional-config={"weightcast": {"staging": "device"}}'
-ALIKE = 0.8  # share of equal tokens; each server compiles kernels of its own, and rounds a few logits differently
+# Share of equal tokens.  Each server compiles kernels of its own, and rounds a few logits differently; with experts the
+# rest of an answer is then another one.
+ALIKE = 0.5
 MORE_BYTES = 256 << 20  # one copy of the weights is over 1 GB
 
 
