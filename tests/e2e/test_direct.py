@@ -82,17 +82,15 @@ RELAY = {"direct_by": "relay"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
 needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
 BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
-EVERY_WAY = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(MEMORY, id="memory"),
-        pytest.param(MESSAGES, id="messages"),
-        pytest.param(RELAY, id="relay"),
-        pytest.param(SHARDS, id="shards"),
-        BY_RDMA,
-    ],
-)
-# While somebody waits, NIXL keeps a processor busy in every process: half a minute of them for a process that dies.
+WAYS = [
+    pytest.param(MEMORY, id="memory"),
+    pytest.param(MESSAGES, id="messages"),
+    pytest.param(RELAY, id="relay"),
+    pytest.param(SHARDS, id="shards"),
+]
+EVERY_WAY = pytest.mark.parametrize("way", [*WAYS, BY_RDMA])
+# While somebody waits, NIXL keeps a processor busy in every process: half a minute of them for a process that dies,
+# and nearly as much for four trainer ranks.
 LATE_BY_RDMA = pytest.param(RDMA, marks=[needs_nixl, pytest.mark.wide], id="rdma")
 
 
@@ -117,9 +115,16 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     return reports
 
 
-@EVERY_WAY
 @pytest.mark.parametrize(
-    ("mesh_shape", "bucket_bytes"), [((2,), SMALL_BUCKETS), ((2, 2), 1 << 20)], ids=["2 ranks", "2 x 2 ranks"]
+    ("mesh_shape", "bucket_bytes", "way"),
+    [
+        pytest.param(shape, size, *way.values, id=f"{name}-{way.id}", marks=way.marks)
+        for name, shape, size, by_rdma in (
+            ("2 ranks", (2,), SMALL_BUCKETS, BY_RDMA),
+            ("2 x 2 ranks", (2, 2), 1 << 20, LATE_BY_RDMA),
+        )
+        for way in (*WAYS, by_rdma)
+    ],
 )
 def test_engines_read_shards_and_prove_them_update_after_update(fresh, jobs, mesh_shape, bucket_bytes, way):
     chosen = [fresh("--local"), fresh("--tp", "2"), fresh("--local", "--staging", "none", "--computed")]

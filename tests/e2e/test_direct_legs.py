@@ -275,7 +275,13 @@ def lose_a_trainer(urls: list[str], version: int, victim: int) -> str:
     return "updated"
 
 
-@pytest.mark.parametrize("victim", [1, 3], ids=["beside the first rank", "beside the second rank"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(1, id="beside the first rank", marks=pytest.mark.wide),
+        pytest.param(3, id="beside the second rank"),
+    ],
+)
 def test_trainer_rank_that_is_killed_is_named_with_its_host(places, spread, victim) -> None:
     alpha, beta, _ = places
     engines = [spread(alpha, beta), spread(beta)]

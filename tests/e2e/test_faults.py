@@ -56,10 +56,16 @@ WAYS = {
     "broadcast": {"transport": "broadcast"},
     "lent": {"transport": "broadcast", "lends": True},
 }
+# One of each kind of moment; the others, a bucket or a tensor away from these, are wide.
+OFTEN = {
+    "ipc": {"opening:2", "opened", "filled:1", "posted:5", "closed", "committing:10", "committed"},
+    "broadcast": {"joining", "announced:7", "posted:5", "committing:10"},
+    "lent": {"announced:6", "closed"},
+}
 POINTS = [
-    *(("ipc", where) for where in IPC_POINTS),
-    *(("broadcast", where) for where in BROADCAST_POINTS),
-    *(("lent", where) for where in LENT_POINTS),
+    pytest.param(way, where, marks=() if where in OFTEN[way] else pytest.mark.wide)
+    for way, points in {"ipc": IPC_POINTS, "broadcast": BROADCAST_POINTS, "lent": LENT_POINTS}.items()
+    for where in points
 ]
 pytestmark = pytest.mark.deadlines
 
@@ -137,7 +143,11 @@ def test_a_refused_update_says_which_engine_is_half_updated(engines):
 
 
 @pytest.mark.parametrize(
-    ("way", "where"), [("ipc", "posted:3"), ("broadcast", "announced:3"), ("lent", "announced:6"), ("ipc", "closed")]
+    ("way", "where"),
+    [
+        *(("ipc", "posted:3"), ("broadcast", "announced:3")),
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in (("lent", "announced:6"), ("ipc", "closed"))),
+    ],
 )
 def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, way, where):
     chosen = [engines.one, engines.two]
@@ -182,9 +192,9 @@ def hit(engine: Engine, what: str) -> None:
     [
         ("ipc", "killed"),
         ("broadcast", "killed"),
-        ("ipc", "stopped"),
+        pytest.param("ipc", "stopped", marks=pytest.mark.wide),
         ("broadcast", "stopped"),
-        ("ipc", "rank 1 killed"),
+        pytest.param("ipc", "rank 1 killed", marks=pytest.mark.wide),
         ("broadcast", "rank 1 killed"),
         ("broadcast", "rank 1 stopped"),
     ],
@@ -324,6 +334,7 @@ def _sharded_and_late(url: str, version: int, late_s: float) -> str:
         return f"{report.ok} {time.monotonic() - started:.1f}"
 
 
+@pytest.mark.wide  # nine seconds in which nothing happens
 def test_engines_do_not_wait_for_a_rank_that_comes_late(engines):
     # Later than an engine's lease of four deadlines, sooner than the six that a rank may take.
     version = next_version()
@@ -517,7 +528,7 @@ def _sharded_and_doomed(urls: list[str], version: int, transport: str, victim: i
 @pytest.mark.parametrize(
     ("transport", "victim", "how"),
     [
-        *(("ipc", 1, "dies"), ("ipc", 2, "stops"), ("ipc", 1, "raises")),
+        *(("ipc", 1, "dies"), pytest.param("ipc", 2, "stops", marks=pytest.mark.wide), ("ipc", 1, "raises")),
         *(("broadcast", 0, "dies"), ("broadcast", 0, "raises"), ("broadcast", 1, "stops")),
     ],
 )

@@ -196,7 +196,8 @@ def counts_for(calls: Calls, made: Making, folder: Path, count: int, transport: 
     return found, reports[0].buckets
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+# test_first_update.py has the other transports with a module.
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("broadcast", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("made", STREAMING, ids=lambda made: made.__name__)
 def test_no_update_calls_a_function_for_each_tensor(calls, tmp_path, made, transport):
     few, many = counts(calls, made, tmp_path, transport)

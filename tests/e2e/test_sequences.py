@@ -39,7 +39,7 @@ from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.messages import Message
 
 PLACES = ("device", "host", "none", "device that keeps storage")
-EXPERTS = 24
+EXPERTS = 14  # three buckets of the smallest size
 BUCKETS = (4096, 6000, 1 << 20)
 TRANSPORTS = ("ipc", "direct", "broadcast")
 

@@ -130,7 +130,10 @@ def lose_the_speaker(urls: list[str], version: int, number: int) -> str:
     return "updated"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.wide)],
+)
 def test_speaker_that_is_lost_is_named_with_its_host_and_no_engine_switches(job, placed, number):
     chosen, ranks = [placed(move_to_host_a), placed(move_to_host_b)], Ranks(4, place=to_its_host)
     try:

@@ -17,7 +17,8 @@ from tests.engines.vllm_server import greedy_tokens, vllm
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, WeightcastError
 
-pytestmark = [pytest.mark.engine]
+# `make test` has a draft in test_vllm_draft.py and test_vllm_mtp.py.
+pytestmark = [pytest.mark.engine, pytest.mark.engine_full]
 
 COUNT = 24
 OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 16, "timeout_s": 60.0}
@@ -54,12 +55,7 @@ def _counted(engine: Engine) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("method", "tp"),
-    [
-        ("eagle3", 1),
-        pytest.param("eagle", 1, marks=pytest.mark.engine_full),
-        pytest.param("eagle3", 2, marks=pytest.mark.engine_full),
-        pytest.param("eagle", 2, marks=pytest.mark.engine_full),
-    ],
+    [("eagle3", 1), ("eagle", 1), ("eagle3", 2), ("eagle", 2)],
 )
 def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) -> None:
     a, b, c = (made(tmp_path / name, method, seed, several=method == "eagle3") for seed, name in enumerate("abc"))
@@ -99,7 +95,6 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
         assert {name.partition(".")[0] for name in differing} == {"draft"}
 
 
-@pytest.mark.engine_full
 @pytest.mark.parametrize(("method", "tp"), [("eagle3", 1), ("eagle", 2)])
 def test_a_heads_copy_of_the_embeddings_must_stay_one(tmp_path: Path, method: str, tp: int) -> None:
     # vLLM computes with the model's embeddings in the place of such a copy, also once the two differ.
@@ -129,7 +124,6 @@ def test_a_heads_copy_of_the_embeddings_must_stay_one(tmp_path: Path, method: st
             assert played(engine) == expected
 
 
-@pytest.mark.engine_full
 def test_a_head_that_is_kept_is_named(tmp_path: Path) -> None:
     a, b = (made(tmp_path / name, "eagle3", seed, several=True) for seed, name in enumerate("ab"))
     with vllm(a.model, tmp_path, *options(a, "eagle3")) as engine:

@@ -41,6 +41,13 @@ CHOSEN = [
 ]
 # One of each dialect.  In the first the engine lives on and the trainer does not.
 STOCK = ["sglang, ipc: trainer rank, kill at middle bucket", "lmdeploy, broadcast: network, drop at middle bucket"]
+# tests/e2e has test_faults.py and test_dialect_lmdeploy.py for much the same.
+RARE = {
+    "native, ipc: engine, kill at commit",
+    "native, broadcast: engine, kill at middle bucket",
+    "native, broadcast: trainer rank, stop at middle bucket",
+    STOCK[1],
+}
 # An engine that was just started takes two seconds for its first update on a slow machine beside other tests.
 LIMITS = {"deadline_s": 4.0, "patience_s": 30.0}
 NOTHING = {"words": "", "deadline_s": 1.5}
@@ -60,20 +67,25 @@ def _quick_players(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(playing, "_spawned", parents)
 
 
+def often(names: list[str]) -> pytest.MarkDecorator:
+    marked = [pytest.param(name, marks=pytest.mark.wide if name in RARE else ()) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
 def check(result: Result) -> None:
     if not result.only_late:
         raise Inexcusable(result)
     assert not result.wrong, result
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@often(CHOSEN)
 def test_whatever_fails_engines_serve_whole_versions_and_nobody_waits_too_long(world: World, name: str) -> None:
     result = world.play(CASES[name])
     check(result)
     assert result.outcome != "no answer"
 
 
-@pytest.mark.parametrize("name", STOCK)
+@often(STOCK)
 def test_stock_engines_that_may_be_mixtures_stay_paused_until_an_update_has_succeeded(name: str) -> None:
     world = World(CASES[name].kind, **LIMITS)
     try:
@@ -85,6 +97,7 @@ def test_stock_engines_that_may_be_mixtures_stay_paused_until_an_update_has_succ
     assert not left
 
 
+@pytest.mark.wide  # as `make faults` plays them; twenty seconds
 @pytest.mark.usefixtures("_quick_players")
 def test_cases_side_by_side_are_those_of_one_after_the_other() -> None:
     chosen = [CASES[name] for name in CHOSEN[:3]]
