@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.environment import QUICK, ROOT, engine_python, package_path
+from tests.engines import forked
+from tests.engines.vllm_server import IMPORTED, vllm_command
 from tests.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
@@ -104,29 +103,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         if (family, kind) not in made:
             made[family, kind] = [checkpoint(folder, family, kind, seed) for seed in (0, 1)]
         asked.append([case, *map(str, made[family, kind])])
-    said = run(folder, "tests.engines.vllm_fp8_rig", json.dumps(asked))
+    said = run("tests.engines.vllm_fp8_rig", json.dumps(asked))
     return dict(zip(CASES | REFUSED, said, strict=True))
 
 
-def run(folder: Path, *words: str) -> Any:
+def run(*words: str) -> Any:
     """The last line that a module prints in vLLM's environment, as JSON."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
-        "PYTHONPATH": os.pathsep.join([package_path(folder / "metadata", QUICK), str(ROOT / "src"), str(ROOT)]),
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_PLUGINS": "",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [str(engine_python("vllm-0.32.0-cpu")), "-m", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=ROOT,
-    )
+    (python, *_), environment = vllm_command(Path(), Path(), port=0)
+    done = forked.run(Path(python), ["-m", *words], modules=IMPORTED, env=environment | {"VLLM_PLUGINS": ""})
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -179,8 +163,8 @@ def test_what_is_not_proven_is_refused_by_name(outcomes: dict[str, dict[str, Any
     assert REFUSED[name][3] in said
 
 
-def test_exports_are_bit_for_bit_those_of_vllm_and_compressed_tensors(tmp_path: Path) -> None:
-    said = run(tmp_path, "tests.engines.fp8_formats_rig")
+def test_exports_are_bit_for_bit_those_of_vllm_and_compressed_tensors() -> None:
+    said = run("tests.engines.fp8_formats_rig")
     different = {"channels that divide, vllm", "mxfp8 with ties, vllm"}
     assert {name for name, wrong in said.items() if wrong} == different
     assert len(said) == 10

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine, push, status, weightcast
-from tests.engines.environment import QUICK, engine_python, package_path
+from tests.engines import forked
 from tests.engines.test_vllm_cpu import PROMPTS
-from tests.engines.vllm_server import vllm
+from tests.engines.vllm_server import IMPORTED, vllm, vllm_command
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -147,10 +145,9 @@ def test_latent_attention_is_staged_and_layers_that_are_skipped_may_come_or_stay
 
 @pytest.mark.engine
 def test_a_packed_convolution_is_packed_anew_in_place_and_moving_experts_are_refused(tmp_path: Path) -> None:
-    python = engine_python("vllm-0.32.0-cpu")
-    environment = os.environ | {"PYTHONPATH": package_path(tmp_path, QUICK), "VLLM_TARGET_DEVICE": "cpu"}
+    (python, *_), environment = vllm_command(tmp_path, tmp_path, port=0)
     rig = Path(__file__).parent / "vllm_layers.py"
-    done = subprocess.run([str(python), str(rig)], capture_output=True, text=True, env=environment, check=False)
+    done = forked.run(Path(python), [str(rig)], modules=IMPORTED, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "packed": [3, 8],

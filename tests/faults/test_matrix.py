@@ -41,8 +41,9 @@ CHOSEN = [
 ]
 # One of each dialect.  In the first the engine lives on and the trainer does not.
 STOCK = ["sglang, ipc: trainer rank, kill at middle bucket", "lmdeploy, broadcast: network, drop at middle bucket"]
-# tests/e2e has test_faults.py and test_dialect_lmdeploy.py for much the same.
+# Much the same is in test_fleet.py and in tests/e2e, in test_faults.py and test_dialect_lmdeploy.py.
 RARE = {
+    "native, ipc: network, lose answer at commit",
     "native, ipc: engine, kill at commit",
     "native, broadcast: engine, kill at middle bucket",
     "native, broadcast: trainer rank, stop at middle bucket",

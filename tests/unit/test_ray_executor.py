@@ -59,6 +59,7 @@ def test_an_actor_that_was_killed_between_two_steps_is_named_at_the_next(short):
     broken_stays_broken(executor, "rank 1 .*is gone")
 
 
+@pytest.mark.wide  # twelve seconds; test_executor.py has it for processes
 def test_an_actor_that_stands_still_is_named_at_the_deadline(short):
     executor = RayExecutor(Echo, 2)
     os.kill(executor.pids()[1], signal.SIGSTOP)
