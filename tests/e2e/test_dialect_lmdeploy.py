@@ -195,7 +195,7 @@ def test_the_others_go_on_where_that_is_wanted(world: World, via: str) -> None:
         assert updater.update(version=92).ok
 
 
-@pytest.mark.wide  # thirteen seconds; test_dialect_sglang.py has it, by the same client
+@pytest.mark.wide  # thirteen seconds; test_dialect_sglang.py has delays
 def test_an_engine_that_hangs_is_named_within_the_deadline(world: World) -> None:
     faults(world.one, "delay=30@/update_weights#2")
     with connect(world, "second", [target(world.one)], transport="ipc", timeout_s=10.0) as updater:
