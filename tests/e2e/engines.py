@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,15 +125,21 @@ class Engine:
 def engines(folder: Path, logs: Path, *settings: dict[str, Any]) -> Iterator[list[Engine]]:
     """Several engines, started side by side; ended on the way out, whatever happens."""
     with ExitStack() as stack:
-        found: list[tuple[Engine, Path]] = []
+        found: list[Engine] = []
+        files: list[Path] = []
+        stack.callback(stop_all, found)
         for setting in settings:
-            log = logs / f"engine-{len(list(logs.glob('engine-*.log')))}.log"
-            engine = Engine.start(**{"folder": folder, "log": log} | setting)
-            stack.callback(engine.stop)
-            found.append((engine, log))
-        for engine, log in found:
+            files.append(logs / f"engine-{len(list(logs.glob('engine-*.log')))}.log")
+            found.append(Engine.start(**{"folder": folder, "log": files[-1]} | setting))
+        for engine, log in zip(found, files, strict=True):
             engine.ready(log)
-        yield [engine for engine, _ in found]
+        yield found
+
+
+def stop_all(engines: Sequence[Engine], within_s: float = STOP_S) -> None:
+    """Stops engines side by side: each takes seconds to end."""
+    with ThreadPoolExecutor(max(1, len(engines))) as pool:
+        list(pool.map(lambda engine: engine.stop(within_s=within_s), engines))
 
 
 def completion(prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import NO_KEEP_ALIVE, Engine
+from tests.e2e.engines import NO_KEEP_ALIVE, Engine, stop_all
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import start
 from tests.engines.overlays import overlay, receiver_path, with_wheels
@@ -58,15 +58,14 @@ def sglang(
         wheels: Packages beside it that its own environment does not have.
     """
     with ExitStack() as stack:
-        found: list[tuple[Engine, Path]] = []
-        for number, (model, tp, options) in enumerate(settings):
-            log = logs / f"sglang-{number}.log"
-            engine = _start(model, tp, options, log, extra or {}, wheels, receiver=receiver, version=version)
-            stack.callback(engine.stop, within_s=10)
-            found.append((engine, log))
-        for engine, log in found:
+        found: list[Engine] = []
+        files = [logs / f"sglang-{number}.log" for number in range(len(settings))]
+        stack.callback(stop_all, found, within_s=10)
+        for log, (model, tp, options) in zip(files, settings, strict=True):
+            found.append(_start(model, tp, options, log, extra or {}, wheels, receiver=receiver, version=version))
+        for engine, log in zip(found, files, strict=True):
             _wait(engine, log)
-        yield [engine for engine, _ in found]
+        yield found
 
 
 def greedy_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
