@@ -147,7 +147,7 @@ def test_core_of_this_version_switches_in_one_call(said: tuple[str, dict[str, An
     found = of(said, "one_call")
     assert (found["kind"], found["answer"], found["after"]) == ("alone", ["", False, False], "UNPAUSED")
     steps = [["step", "PAUSED_ALL"]] * 2
-    assert found["told"] == [*steps, ["preempted", "r"], ["weightcast_switch", [""]]]
+    assert found["told"] == [*steps, ["preempted", "r"], ["weightcast_switch", ["", True]]]
 
 
 def test_flashinfers_copy_of_sinks_is_renewed_in_this_version(said: tuple[str, dict[str, Any]]) -> None:

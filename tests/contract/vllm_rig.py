@@ -627,10 +627,18 @@ def one_call() -> dict[str, Any]:
     engine = Engine()
     engine.scheduler = scheduler = object.__new__(Scheduler)
     request = SimpleNamespace(request_id="r", num_output_placeholders=0)
+    inspect.signature(Scheduler._preempt_request).bind(scheduler, request, 0.0)
+    waiting: list[Any] = []
+
+    def preempt(request: Any, *_: Any, **__: Any) -> None:
+        told.append(["preempted", request.request_id])
+        waiting.append(request)
+
     vars(scheduler).update(
         _pause_state=PauseState.UNPAUSED,
         running=[request],
-        _preempt_request=lambda request, *_, **__: told.append(["preempted", request.request_id]),
+        waiting=waiting,
+        _preempt_request=preempt,
         prev_step_scheduled_req_ids=set(),
         kv_cache_manager=SimpleNamespace(reset_prefix_cache=lambda: True),
         connector=None,
