@@ -241,7 +241,7 @@ class Case:
         with self.run.step(f"answers {what}"):
             found = self.server.answers()
         if expected is not None:
-            self.run.check(f"answers {what} equal", found == expected, found)
+            self.run.check(f"answers {what} equal", found == expected, {"found": found, "expected": expected})
         return found
 
     def attempt(self, what: str, step: Callable[[], object]) -> None:

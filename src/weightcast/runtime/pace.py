@@ -52,8 +52,11 @@ class Pace:
             first = last
 
     def restart(self) -> None:
-        """Notes that the engine stands still: as much may come now, and no more until its next step is over."""
-        self._used, self._before_step = 0.0, self._steps_begun() + 2
+        """Notes that the engine stands still: nothing comes until it has begun two steps, if it generates.
+
+        The first of them finds the GPU and the interpreter free; a launch here would delay it.
+        """
+        self._used, self._before_step = 1.0, self._steps_begun() + 2
 
     def _left(self, size: int) -> int:
         return max(0, round((1.0 - self._used) * size))
