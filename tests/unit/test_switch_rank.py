@@ -134,6 +134,45 @@ def test_a_launch_waits_for_the_next_step_of_an_engine_that_generates(monkeypatc
     assert clock[0] == pytest.approx(101.024, abs=0.001)
 
 
+class Busy:
+    """A stream whose work ends at a time."""
+
+    def __init__(self, ends_at: float) -> None:
+        self.ends_at = ends_at
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.ends_at
+
+
+def test_an_engine_in_a_long_step_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = PolledRank()
+    rank.device = torch.device("cuda")
+    clock = [100.0]
+    monkeypatch.setattr("weightcast.plugins.switch_rank.time.monotonic", lambda: clock[0])
+    stream = Busy(100.3)
+    monkeypatch.setattr("weightcast.plugins.switch_rank.torch.cuda.current_stream", lambda device: stream)
+    assert not rank.generates()
+    rank.stepped()
+    for at, expected in ((100.1, True), (100.29, True), (100.31, True), (100.35, False)):
+        clock[0] = at
+        assert rank.generates() == expected, at
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_exchange_is_no_step(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    rank = PolledRank()
+    rank.device = torch.device("cuda")
+    clock = [100.0]
+    monkeypatch.setattr("weightcast.plugins.switch_rank.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("weightcast.plugins.switch_rank.torch.cuda.current_stream", lambda device: Busy(100.3))
+    rank.stepped()
+    rank._open = OPEN
+    rank._tasks.append((lambda: None, Future()))
+    assert rank.step(goes_on=goes_on)
+    clock[0] = 100.1  # its launches still run
+    assert rank.generates() == goes_on
+
+
 class Reading(Working):
     """A receiver whose answer to a commit takes the exchange, and two slices to read the weights back."""
 

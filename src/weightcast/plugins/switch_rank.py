@@ -50,7 +50,7 @@ _AGREE_S = 60.0  # the other ranks and the API server need this long at most to 
 _SWITCH_INTERVAL_S = 5e-5
 _YIELD_S = 5e-5
 
-# An engine whose last step began so long ago generates nothing.
+# An engine generates nothing if its last step began, and its stream had work, so long ago.
 _IDLE_S = 0.05
 # A launch waits so long at most for the next step, and looks for it so often.
 _STEP_S = 0.02
@@ -80,7 +80,8 @@ class SwitchRank(ABC):
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
         self._applying = False
-        self._steps, self._stepped_at = 0, float("-inf")
+        self._steps, self._busy_at = 0, float("-inf")
+        self._stream_of_steps: torch.cuda.Stream | None = None
         self._pace = Pace(lambda: self.generates(), lambda: self.steps_begun(), self._let_a_step_begin)
         self._no_room = ""
 
@@ -106,8 +107,11 @@ class SwitchRank(ABC):
         return self._steps
 
     def generates(self) -> bool:
-        """True if another step is likely to come at once."""
-        return time.monotonic() - self._stepped_at < _IDLE_S
+        """True if a step runs, or another one is likely to come at once."""
+        now = time.monotonic()
+        if self._stream_of_steps is not None and not self._stream_of_steps.query():
+            self._busy_at = now  # a step that reads long prompts takes longer than an engine needs to be taken for idle
+        return now - self._busy_at < _IDLE_S
 
     def far_api_server_gone(self) -> None:  # noqa: B027  only some engines have ranks on several hosts
         """Called when the API server on another host has closed its connection, or is gone."""
@@ -148,9 +152,11 @@ class SwitchRank(ABC):
             log.warning("weightcast: %s", self._no_room)
 
     def stepped(self) -> None:
-        """Called once for each step of the engine, on any thread, when it begins."""
+        """Called once for each step of the engine when it begins, on a thread whose current stream gets its work."""
         self._steps += 1
-        self._stepped_at = time.monotonic()
+        self._busy_at = time.monotonic()
+        if self.device.type == "cuda":
+            self._stream_of_steps = torch.cuda.current_stream(self.device)
 
     @property
     def at_work(self) -> bool:
@@ -172,7 +178,9 @@ class SwitchRank(ABC):
             return False
         do, done = self._tasks.popleft()
         assert self._open is not None
-        self._stepped_at = time.monotonic() if goes_on else float("-inf")
+        self._busy_at = time.monotonic() if goes_on else float("-inf")
+        if not goes_on:
+            self._stream_of_steps = None  # what it has now are exchanges
         self._pace.restart()
         try:
             self.carry_out(do, self._open, forward=isinstance(self._switching, Commit))
