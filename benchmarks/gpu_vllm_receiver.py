@@ -10,8 +10,10 @@ on its first weights: one with our receiver, one as vLLM ships.  Each case runs 
    ``direct`` keeps the trainer's weights mapped.
 3. Updates in every pause mode of ``--pauses``, by the first transport of ``--via``, while ``--streams`` clients in a
    process of their own stream; by the other transports ``in_place`` and ``retract`` only.  A gap is the time between
-   two messages that one request gets.
-4. The first weights again: answers must equal those of the start, token for token.
+   two messages that one request gets.  With ``in_place``, one that is longer than a step and 12 ms must not be an
+   update's own (``engine_streams.compare``).
+4. The first weights again: answers must equal those of the start, token for token; with experts half of the tokens,
+   since vLLM's own answers differ from one time to the next there.
 5. Two more updates; the second compares log-probabilities (``verify="behaviour"``).
 6. With ``--sleep``: levels 1 and 2, ``/wake_up?tags=weights``, an update, ``/wake_up?tags=kv_cache``.
 7. vLLM's own sender into the server as it ships, idle and with the same streams, once our server has ended.
@@ -51,10 +53,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.engine_streams import gaps, load
+from benchmarks.engine_streams import compare, gaps, load
 from benchmarks.vllm_lora import ALLOWED, Adapters, measure, save_headers
 from benchmarks.vllm_lora import OPTIONS as LORA_OPTIONS
 from benchmarks.vllm_memory import QWEN3_8B, ROOT, Run, Server, asked, await_start, launched
+from tests.answers import ALIKE, agreement
 from tests.fp8_checkpoints import fp8_checkpoint
 from tests.tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -106,6 +109,7 @@ FEWER_BYTES = 4 << 30
 TOKENS = {"in_place": 600, "retract": 600, "wait": 200, "abort": 600}
 IDLE_PAUSES = ("in_place", "retract")
 TOLERANCE = 1.0  # nats: bfloat16 in two implementations; other weights are several nats off
+ALLOWED_S = 0.012  # an update may add so much to a step
 WAITS = ("open", "send", "commit", "stall")  # phases in which a row waits for what other rows do
 END_S = 25.0  # kept for ending the servers and for the file
 START_S = 230.0
@@ -189,17 +193,28 @@ class Case:
     """One server and the trainer that updates it."""
 
     def __init__(
-        self, run: Run, args: argparse.Namespace, trainer: Trainer, server: Server, *, blocks: bool = False
+        self,
+        run: Run,
+        args: argparse.Namespace,
+        trainer: Trainer,
+        server: Server,
+        *,
+        blocks: bool = False,
+        alike: float = 1.0,
     ) -> None:
+        """``alike`` is the share of tokens in which answers of the same weights must agree, at least."""
         self.run, self.args, self.trainer, self.server = run, args, trainer, server
-        self.blocks = blocks
+        self.blocks, self.alike = blocks, alike
         self.version = 0
+        self.training: list[tuple[float, float]] = []  # beginning and end
 
     def update(self, updater: WeightUpdater, name: str, seed: int) -> tuple[float, float]:
         """One update to the weights of a seed; returns when it began and ended, in seconds of the monotonic clock."""
+        trains = time.monotonic()
         self.trainer.fill(seed)
         if self.trainer.device != "cpu":
             torch.cuda.synchronize()
+        self.training.append((trains, time.monotonic()))
         self.version += 1
         compiled = self.compiled()
         with self.run.step(name) as kept:  # without nvidia-smi, which could disturb the streams
@@ -236,13 +251,20 @@ class Case:
         with updater:
             yield updater
 
-    def answers(self, what: str, expected: object = None) -> list[list[int]]:
+    def answers(self, what: str, expected: list[list[int]] | None = None) -> list[list[int]]:
         """Greedy answers, compared with those that are expected."""
         with self.run.step(f"answers {what}"):
             found = self.server.answers()
         if expected is not None:
-            self.run.check(f"answers {what} equal", found == expected, {"found": found, "expected": expected})
+            share = agreement(found, expected)
+            seen = {"share": share, "found": found, "expected": expected}
+            self.run.check(f"answers {what} equal", share >= self.alike, seen)
         return found
+
+    def differ(self, found: list[list[int]], first: list[list[int]]) -> None:
+        """Checks that answers of other weights are other answers."""
+        share = agreement(found, first)
+        self.run.check("they differ from the first ones", share < self.alike, share)
 
     def attempt(self, what: str, step: Callable[[], object]) -> None:
         """Runs a step whose failure need not end the case; the failure is kept."""
@@ -278,22 +300,37 @@ class Case:
             load(self.server.url, streams=self.args.streams, tokens=tokens, engine="vllm") as clients,
         ):
             clients.wait_steady(60)
+            steady = time.monotonic()
             for number in range(self.args.repeats):
                 time.sleep(wait_s)
                 windows.append(self.update(updater, f"{via}, {self.args.streams} streams, {pause}", 1 + number % 2))
             time.sleep(wait_s)
+            stopped = time.monotonic()
             clients.stop()
-        self.gaps(f"gaps, {via}, {pause}", clients.requests, windows)
+        what = f"gaps, {via}, {pause}"
+        seen = self.gaps(what, clients.requests, windows, (steady, stopped))["windows"]
+        # The other modes read the tokens of all requests anew, or end them.
+        ours = seen["ours"] if pause == "in_place" and not self.run.tiny else []
+        self.run.check(f"{what}: none is an update's own", not ours, seen)
 
-    def gaps(self, what: str, requests: Any, windows: list[tuple[float, float]]) -> None:
-        """Keeps what the clients saw around each update."""
+    def gaps(
+        self,
+        what: str,
+        requests: Any,
+        windows: list[tuple[float, float]],
+        during: tuple[float, float] | None = None,
+    ) -> dict[str, Any]:
+        """Keeps what the clients saw around each update, and compared with the rest of the time in which all ran."""
         with self.run.step(what) as kept:
             kept["around_each_update"] = [gaps(requests, begin, end + 0.1) for begin, end in windows]
             kept["longest_s"] = [found["longest_s"] for found in kept["around_each_update"]]
+            if during is not None:
+                kept["windows"] = compare(requests, windows, during, allowed_s=ALLOWED_S, busy=self.training)
         ended = {str(request.finish) for request in requests}
         self.run.check(f"{what}: no request failed", ended <= {"length", "stop", "abort"}, ended)
         if "abort" not in what:
             self.run.check(f"{what}: no request ended early", ended == {"length"}, ended)
+        return kept
 
     def stock(self, server: Server, folder: Path, first: list[list[int]]) -> None:
         """vLLM's own sender into a server as it ships: idle, then with streams."""
@@ -329,14 +366,16 @@ class Case:
                     self.gaps("gaps, vLLM's own sender", clients.requests, windows)
             with self.run.step("answers of vLLM as it ships"):
                 found = server.answers()
-            self.run.check("after an even number of rounds they equal those of the start", found == first, found)
+            share = agreement(found, first)
+            seen = {"share": share, "found": found, "expected": first}
+            self.run.check("after an even number of rounds they equal those of the start", share >= self.alike, seen)
 
     def sleeps(self, first: list[list[int]]) -> None:
         """Sleep and wake-up by tags, with an update between them, as colocated trainers do it."""
         with self.connected(pause="abort") as updater:
             self.update(updater, "other weights", 1)
             other = self.answers("on the other weights")
-            self.run.check("they differ from the first ones", other != first)
+            self.differ(other, first)
             for level, seed, wanted in ((1, 0, first), (2, 1, other), (2, 0, first)):
                 asked(self.run, self.server, f"/sleep?level={level}")
                 asked(self.run, self.server, "/wake_up?tags=weights")
@@ -364,7 +403,8 @@ def case_receiver(run: Run, args: argparse.Namespace, name: str) -> None:
         with launched(run, args, folder, *options, *sleep) as server:
             if not run.tiny and not args.ours_alone:
                 ships = stack.enter_context(launched(run, args, folder, *options, backend="ipc"))
-            case = Case(run, args, trainer, server, blocks=blocks)
+            alike = ALIKE if name.startswith("moe") else 1.0
+            case = Case(run, args, trainer, server, blocks=blocks, alike=alike)
             try:
                 await_start(run, server, START_S)
                 first = case.answers("at the start")
@@ -392,7 +432,7 @@ def ready(run: Run, ships: Server) -> list[list[int]]:
 
 def measure_ours(case: Case, first: list[list[int]], *, behaviour: bool) -> None:
     """Every step with our receiver; ``first`` are the answers on the first weights."""
-    run, args = case.run, case.args
+    args = case.args
     case.attempt("idle", case.idle)
     for number, via in enumerate(args.via.split(",")):
         for pause in args.pauses.split(",") if number == 0 else IDLE_PAUSES:
@@ -402,7 +442,7 @@ def measure_ours(case: Case, first: list[list[int]], *, behaviour: bool) -> None
         with case.connected(pause="abort") as updater:
             case.update(updater, "other weights", 1)
             other = case.answers("on other weights")
-            run.check("they differ from the first ones", other != first)
+            case.differ(other, first)
             case.update(updater, "the first weights again", 0)
         case.answers("on the first weights again", first)
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.answers import ALIKE, agreement
 from tests.gpu.servers import Record, Server, models, pushed
 from tests.gpu.test_updates_gpu import PYTHONPATH, digests, info
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
@@ -23,11 +24,8 @@ from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(580)]
 
 SLEEP = ["--enable-sleep-mode"]
-MAPS = '--additional-config={"weightcast": {"map_with_sleep": true, "staging": "device"}}'
-COPIES = '--additional-config={"weightcast": {"staging": "device"}}'
-# Share of equal tokens.  Each server compiles kernels of its own, and rounds a few logits differently; with experts the
-# rest of an answer is then another one.
-ALIKE = 0.5
+MAPS = '--additional-config={"weightcast": {"staging": "device"}}'
+COPIES = '--additional-config={"weightcast": {"map_with_sleep": false, "staging": "device"}}'
 MORE_BYTES = 256 << 20  # one copy of the weights is over 1 GB
 
 
@@ -60,12 +58,6 @@ def asleep_bytes(server: Server) -> dict[int, int]:
         if level == 1:
             asked(server, "/wake_up")
     return found
-
-
-def agreement(answers: list[list[int]], others: list[list[int]]) -> float:
-    """The share of tokens that are equal."""
-    pairs = [pair for one, other in zip(answers, others, strict=True) for pair in zip(one, other, strict=True)]
-    return sum(one == other for one, other in pairs) / len(pairs)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
