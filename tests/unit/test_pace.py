@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from weightcast.runtime import pace
+from weightcast.runtime.steps import Steps
 
 
 class Stream:
@@ -24,19 +26,29 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
+class TurnSteps(Steps):
+    """A step begins when it gets its turn."""
+
+    def __init__(self, said: list[str], *, busy: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self.said, self.busy = said, busy
+
+    def generates(self) -> bool:
+        return self.busy
+
+    def let_one_begin(self) -> bool:
+        self.said.append("turn")
+        self.begin()
+        return True
+
+
 class Engine:
     """It begins a step when it gets its turn."""
 
-    def __init__(self, said: list[str], *, generates: bool = True) -> None:
+    def __init__(self, said: list[str], *, generates: bool = True, share: float = 1.0) -> None:
         self.said = said
-        self.generates = generates
-        self.steps = 0
-        self.pace = pace.Pace(lambda: self.generates, lambda: self.steps, self.turn)
-
-    def turn(self) -> bool:
-        self.said.append("turn")
-        self.steps += 1
-        return True
+        self.steps = TurnSteps(said, busy=generates)
+        self.pace = pace.Pace(self.steps, share=share)
 
     def launch(self, count: int, size: int = 4) -> None:
         """A launch of so many tiles, of which ``size`` may come between two steps."""
@@ -57,9 +69,14 @@ def test_between_two_slices_others_get_their_turn(said: list[str], count: int, s
 def test_while_nothing_is_generated_all_comes_at_once(said: list[str]) -> None:
     engine = Engine(said, generates=False)
     engine.launch(9)
-    engine.generates = True
+    engine.steps.busy = True
     engine.launch(9)
     assert " ".join(said) == "9 4 waited turn 4 waited turn 1"
+
+
+def test_an_engine_with_short_steps_lets_less_come_between_two(said: list[str]) -> None:
+    Engine(said, share=0.25).launch(9, 8)
+    assert " ".join(said) == "2 waited turn 2 waited turn 2 waited turn 2 waited turn 1"
 
 
 def test_small_launches_share_what_comes_between_two_steps(said: list[str]) -> None:
@@ -80,7 +97,7 @@ def test_launches_of_other_kinds_share_it_too(said: list[str]) -> None:
 def test_a_step_that_has_begun_by_itself_is_not_waited_for(said: list[str]) -> None:
     engine = Engine(said)
     engine.launch(4)
-    engine.steps += 1
+    engine.steps.begin()
     engine.launch(3)
     engine.launch(3)
     assert " ".join(said) == "4 3 1 waited turn 2"
@@ -91,15 +108,18 @@ def test_after_a_standstill_the_next_step_is_left_alone(said: list[str], begun: 
     engine = Engine(said)
     engine.launch(3)
     engine.pace.restart()
-    engine.steps += begun
+    for _ in range(begun):
+        engine.steps.begin()
     engine.launch(5)
     assert " ".join(said) == f"3 {['waited turn turn ', 'waited turn ', ''][begun]}4 waited turn 1"
 
 
-def test_a_step_that_does_not_come_is_waited_for_once_by_each_slice(said: list[str]) -> None:
+def test_a_step_that_does_not_come_is_waited_for_once_by_each_slice(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(said)
     waits: list[int] = []
-    engine.pace = pace.Pace(lambda: True, lambda: 0, lambda: bool(waits.append(1)))
+    monkeypatch.setattr(engine.steps, "let_one_begin", lambda: bool(waits.append(1)))
     engine.pace.restart()
     engine.launch(9)
     assert " ".join(said) == "waited 4 waited 4 waited 1"

@@ -18,6 +18,7 @@ from weightcast.plugins.vllm.start_up import Budget
 from weightcast.receiver.staging import Staging
 from weightcast.runtime import pace as pace_of
 from weightcast.runtime.pace import Pace, paced
+from weightcast.runtime.steps import Steps
 
 
 @contextmanager
@@ -102,7 +103,18 @@ def test_a_commit_finds_what_kernels_read_ready() -> None:
 def test_an_engine_that_generates_makes_steps_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     turns: list[int] = []
-    pace = Pace(lambda: True, lambda: len(turns), lambda: turns.append(model.launched()))
+
+    class Turns(Steps):
+        begun = property(lambda _: len(turns))
+
+        def generates(self) -> bool:
+            return True
+
+        def let_one_begin(self) -> bool:
+            turns.append(model.launched())
+            return False
+
+    pace = Pace(Turns(torch.device("cpu")))
     monkeypatch.setattr(pace_of.torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(derived_ahead, "_PACED_BYTES", model.quantised[0].own_bytes)
     before = model.launched()

@@ -109,70 +109,6 @@ def test_update_without_room_for_staging_after_sleep_is_refused_and_the_next_one
     assert rank.apply(OPEN).ok
 
 
-def test_a_launch_waits_for_the_next_step_of_an_engine_that_generates(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = PolledRank()
-    clock = [100.0]
-    monkeypatch.setattr("weightcast.plugins.switch_rank.time.monotonic", lambda: clock[0])
-    steps_at = [100.004]
-
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-        while steps_at and steps_at[0] <= clock[0]:
-            steps_at.pop(0)
-            rank.stepped()
-
-    monkeypatch.setattr("weightcast.plugins.switch_rank.time.sleep", sleep)
-    rank._let_a_step_begin()  # it has generated nothing yet
-    assert clock[0] == 100
-    rank.stepped()
-    rank._let_a_step_begin()
-    assert clock[0] == pytest.approx(100.004, abs=0.0005)
-    rank._let_a_step_begin()  # no step comes
-    assert clock[0] == pytest.approx(100.024, abs=0.001)
-    clock[0] += 1
-    rank._let_a_step_begin()  # it has stopped
-    assert clock[0] == pytest.approx(101.024, abs=0.001)
-
-
-class Busy:
-    """A stream whose work ends at a time."""
-
-    def __init__(self, ends_at: float) -> None:
-        self.ends_at = ends_at
-
-    def query(self) -> bool:
-        return time.monotonic() >= self.ends_at
-
-
-def test_an_engine_in_a_long_step_generates(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = PolledRank()
-    rank.device = torch.device("cuda")
-    clock = [100.0]
-    monkeypatch.setattr("weightcast.plugins.switch_rank.time.monotonic", lambda: clock[0])
-    stream = Busy(100.3)
-    monkeypatch.setattr("weightcast.plugins.switch_rank.torch.cuda.current_stream", lambda device: stream)
-    assert not rank.generates()
-    rank.stepped()
-    for at, expected in ((100.1, True), (100.29, True), (100.31, True), (100.35, False)):
-        clock[0] = at
-        assert rank.generates() == expected, at
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_an_exchange_is_no_step(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
-    rank = PolledRank()
-    rank.device = torch.device("cuda")
-    clock = [100.0]
-    monkeypatch.setattr("weightcast.plugins.switch_rank.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("weightcast.plugins.switch_rank.torch.cuda.current_stream", lambda device: Busy(100.3))
-    rank.stepped()
-    rank._open = OPEN
-    rank._tasks.append((lambda: None, Future()))
-    assert rank.step(goes_on=goes_on)
-    clock[0] = 100.1  # its launches still run
-    assert rank.generates() == goes_on
-
-
 class Reading(Working):
     """A receiver whose answer to a commit takes the exchange, and two slices to read the weights back."""
 
@@ -197,13 +133,13 @@ def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(monkeypatch: pyte
 
     def sleep(seconds: float) -> None:
         said.append("waits")
-        rank.stepped()
+        rank.steps.begin()
 
-    monkeypatch.setattr("weightcast.plugins.switch_rank.time.sleep", sleep)
+    monkeypatch.setattr("weightcast.runtime.steps.time.sleep", sleep)
     rank.apply(OPEN)
-    rank.stepped()
+    rank.steps.begin()
     if known == "to the engine":  # as SGLang
-        monkeypatch.setattr(rank, "generates", lambda: True)
+        monkeypatch.setattr(rank.steps, "generates", lambda: True)
     rank.apply(Commit(session=OPEN.session))
     # An engine that is paused until its weights are proven makes no step that could be waited for.
     paced = ["waits", "waits", "slice 0", "waits", "slice 1"]

@@ -37,6 +37,7 @@ from weightcast.plugins.rank_sockets import (
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
 from weightcast.runtime.pace import Pace, paced
+from weightcast.runtime.steps import Steps
 from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
@@ -50,23 +51,18 @@ _AGREE_S = 60.0  # the other ranks and the API server need this long at most to 
 _SWITCH_INTERVAL_S = 5e-5
 _YIELD_S = 5e-5
 
-# An engine generates nothing if its last step began, and its stream had work, so long ago.
-_IDLE_S = 0.05
-# A launch waits so long at most for the next step, and looks for it so often.
-_STEP_S = 0.02
-_LOOK_S = 2e-4
-
 
 class SwitchRank(ABC):
     """One rank's receiver.  ``apply`` is called by one thread at a time; ``interrupt`` and ``on_note`` by another.
 
-    A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).
+    A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).  Its engine's steps
+    call ``steps.begin``, unless it has other ``steps``.
     """
 
     engine: ClassVar[str]
     receiver: WeightReceiver
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, steps: Steps | None = None) -> None:
         self.rank = rank
         self.device = device
         self._beside = OwnStream(device)
@@ -80,9 +76,8 @@ class SwitchRank(ABC):
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
         self._applying = False
-        self._steps, self._busy_at = 0, float("-inf")
-        self._stream_of_steps: torch.cuda.Stream | None = None
-        self._pace = Pace(lambda: self.generates(), lambda: self.steps_begun(), self._let_a_step_begin)
+        self.steps = steps or Steps(device)
+        self._pace = Pace(self.steps)
         self._no_room = ""
 
     # -- for subclasses
@@ -101,17 +96,6 @@ class SwitchRank(ABC):
         if self._no_room:
             return f"no room for new weights beside those that serve since {self.engine} woke up: {self._no_room}"
         return ""
-
-    def steps_begun(self) -> int:
-        """How many steps the engine has begun; an engine that does not count them calls ``stepped``."""
-        return self._steps
-
-    def generates(self) -> bool:
-        """True if a step runs, or another one is likely to come at once."""
-        now = time.monotonic()
-        if self._stream_of_steps is not None and not self._stream_of_steps.query():
-            self._busy_at = now  # a step that reads long prompts takes longer than an engine needs to be taken for idle
-        return now - self._busy_at < _IDLE_S
 
     def far_api_server_gone(self) -> None:  # noqa: B027  only some engines have ranks on several hosts
         """Called when the API server on another host has closed its connection, or is gone."""
@@ -151,13 +135,6 @@ class SwitchRank(ABC):
             self._no_room = str(error).splitlines()[0]
             log.warning("weightcast: %s", self._no_room)
 
-    def stepped(self) -> None:
-        """Called once for each step of the engine when it begins, on a thread whose current stream gets its work."""
-        self._steps += 1
-        self._busy_at = time.monotonic()
-        if self.device.type == "cuda":
-            self._stream_of_steps = torch.cuda.current_stream(self.device)
-
     @property
     def at_work(self) -> bool:
         """True during a session, and while a message before it is carried out (``Prepare`` works out a plan)."""
@@ -178,9 +155,7 @@ class SwitchRank(ABC):
             return False
         do, done = self._tasks.popleft()
         assert self._open is not None
-        self._busy_at = time.monotonic() if goes_on else float("-inf")
-        if not goes_on:
-            self._stream_of_steps = None  # what it has now are exchanges
+        self.steps.stand_still(goes_on=goes_on)
         self._pace.restart()
         try:
             self.carry_out(do, self._open, forward=isinstance(self._switching, Commit))
@@ -254,13 +229,6 @@ class SwitchRank(ABC):
         if not wait([done], timeout_s).done:
             raise DeadlineExceeded(who=self.engine, waiting_for="its loop to switch weights", timeout_s=timeout_s)
         done.result()
-
-    def _let_a_step_begin(self) -> bool:
-        """Waits until the engine begins its next step, if it generates; returns False if it has begun none."""
-        begun, until = self.steps_begun(), time.monotonic() + _STEP_S
-        while self.generates() and self.steps_begun() == begun and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        return self.steps_begun() != begun
 
     def _serve(self, listener: Listener | None, connection: Connection | None) -> None:
         """Starts the thread that serves, which the interpreter then lets run in time."""

@@ -16,15 +16,16 @@ from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.digest.on_cpu import prepare
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver.beside_steps import BesideSteps
 from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.staging import Place, choose_place
 from weightcast.rollout import commands
 from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.rollout.checkpoint import parse_dtype, weight_files
-from weightcast.runtime.streams import OwnStream
+from weightcast.runtime.steps import Steps
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import dtype_name
-from weightcast.wire.messages import Announce, Message
+from weightcast.wire.messages import Message
 
 _LEAST_FIRST: tuple[Place, ...] = ("none", "host", "device")
 
@@ -92,7 +93,6 @@ class RolloutWorker:
             max_len=settings.max_len,
         )
         self._model = model
-        self._own_stream = OwnStream(device)
         self._runner = Runner(model, max_batch=settings.max_batch, max_len=settings.max_len, dtype=dtype, device=device)
         self._receiver = WeightReceiver(
             model,
@@ -103,26 +103,25 @@ class RolloutWorker:
             device=device,
             staging=settings.staging,
         )
+        self._steps = Steps(device)
+        self._beside = BesideSteps(self._receiver, self._steps)
         if store is not None:
             # Each rank chose a place by its own free memory, and all must use the same one.  The engine pauses for a
             # whole update only if no rank stages: a single rank without staging would overwrite weights in use.
             self._stage_at_most(exchange(store, "staging", self._place, rank=rank, size=tp_size))
 
     def apply(self, message: Message) -> RankAck:
-        """Passes a weight message to the receiver, on a stream of its own: no step waits behind copies and sums.
-
-        While weights switch, no step runs.
-        """
-        # Steps write no weights, but a switch or a read-back must see what was loaded at the start or woke up.
-        with self._own_stream.current(behind=not isinstance(message, Announce)):
-            return self._receiver.apply(message)
+        """Passes a weight message to the receiver.  While weights switch, no step runs."""
+        return self._beside.apply(message)
 
     def run(self, command: bytes) -> bytes:
         """Carries out one of the scheduler's commands."""
         decoded = commands.decode_command(command)
         if isinstance(decoded, commands.Describe):
             return commands.encode(self._describe())
-        if isinstance(decoded, commands.Sleep):
+        if isinstance(decoded, commands.Decode | commands.Prefill):
+            self._steps.begin()
+        elif isinstance(decoded, commands.Sleep):
             self._receiver.sleep()
         answer = self._runner.run(decoded)
         if isinstance(decoded, commands.Wake):

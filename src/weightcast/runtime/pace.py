@@ -7,11 +7,13 @@ step that comes while a launch runs begins when the launch ends.  On an H100, 16
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+
+from weightcast.runtime.steps import Steps
 
 _pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
 
@@ -19,33 +21,29 @@ _pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
 class Pace:
     """So much work between two steps, however many launches it comes in, and of whatever kinds."""
 
-    def __init__(
-        self, generates: Callable[[], bool], steps_begun: Callable[[], int], let_a_step_begin: Callable[[], bool]
-    ) -> None:
-        """Takes what says whether the engine generates, how many steps it has begun, and a wait for the next one.
-
-        The wait returns False if none has begun.
-        """
-        self._generates = generates
-        self._steps_begun = steps_begun
-        self._let_a_step_begin = let_a_step_begin
+    def __init__(self, steps: Steps, *, share: float = 1.0) -> None:
+        """``share`` is how much of each slice comes between two steps."""
+        self._steps = steps
+        self._share = share
         self._used = 0.0  # the share of what may come before this step begins
         self._before_step = 0
 
     def slices(self, count: int, size: int) -> Iterator[slice]:
         """As the function below; ``size`` parts come after the beginning of a step."""
+        steps = self._steps
+        size = max(1, round(self._share * size))
         first = 0
         while first < count:
-            if not self._generates():
+            if not steps.generates():
                 yield slice(first, count)
                 return
-            if not self._left(size) and self._steps_begun() < self._before_step:
+            if not self._left(size) and steps.begun < self._before_step:
                 torch.cuda.current_stream().synchronize()
-                while self._steps_begun() < self._before_step and self._let_a_step_begin():
+                while steps.begun < self._before_step and steps.let_one_begin():
                     pass
                 self._before_step = 0
-            if self._steps_begun() >= self._before_step:
-                self._used, self._before_step = 0.0, self._steps_begun() + 1
+            if steps.begun >= self._before_step:
+                self._used, self._before_step = 0.0, steps.begun + 1
             last = min(count, first + self._left(size))
             yield slice(first, last)
             self._used += (last - first) / size
@@ -56,7 +54,7 @@ class Pace:
 
         The first of them finds the GPU and the interpreter free; a launch here would delay it.
         """
-        self._used, self._before_step = 1.0, self._steps_begun() + 2
+        self._used, self._before_step = 1.0, self._steps.begun + 2
 
     def _left(self, size: int) -> int:
         return max(0, round((1.0 - self._used) * size))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 import torch
 
 from weightcast.config import PauseMode
 from weightcast.lab.bench.synthetic import Engine
+from weightcast.runtime.steps import Steps
 
 _STEP_S = 0.001
 _ROWS = 16
@@ -28,7 +30,8 @@ class Decoding:
         self._ended = threading.Event()
         self._step = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._steps: list[float] = []
+        self._stepped: list[float] = []  # when each step ended
+        self.steps = Steps(next(iter(engine.kept.values())).device)
         self._enabled = enabled
 
     @property
@@ -72,7 +75,7 @@ class Decoding:
         if not self._enabled:
             return
         self._ended.clear()
-        self._steps = [time.monotonic()]
+        self._stepped = [time.monotonic()]
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._thread.start()
         time.sleep(10 * _STEP_S)
@@ -86,7 +89,7 @@ class Decoding:
         self._go.set()
         self._thread.join()
         self._thread = None
-        return max((after - before for before, after in zip(self._steps, self._steps[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in pairwise(self._stepped)), default=0.0)
 
     def _run(self) -> None:
         parameter = next(iter(self._engine.kept.values()))
@@ -98,9 +101,10 @@ class Decoding:
             with self._step:
                 if not self._go.is_set():
                     continue
+                self.steps.begin()
                 rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)
                 state = rows.float().nan_to_num_().mean(dim=1) + state
                 if flat.device.type == "cuda":
                     torch.cuda.current_stream(flat.device).synchronize()
-                self._steps.append(time.monotonic())
+                self._stepped.append(time.monotonic())
             time.sleep(_STEP_S)

@@ -20,10 +20,12 @@ from weightcast.lab.bench.counting import Counting
 from weightcast.lab.bench.methods import EngineSide, TrainerSide
 from weightcast.lab.bench.raw import synchronize
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver.beside_steps import BesideSteps
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
+from weightcast.runtime.steps import Steps
 from weightcast.version import __version__
 from weightcast.watch.listeners import Events, Listener
 from weightcast.wire.answers import RankAck
@@ -105,7 +107,7 @@ class Engine:
             finishers=[self._finished],
             staging=self._staging,
         )
-        self._worker = _Worker(receiver)
+        self._worker = _Worker(receiver, side.decoding.steps)
         executor = LocalExecutor(self._worker)
         facts = EngineFacts(
             engine=f"weightcast {__version__}",
@@ -162,15 +164,16 @@ class Engine:
 
 
 class _Worker:
-    def __init__(self, receiver: WeightReceiver) -> None:
+    def __init__(self, receiver: WeightReceiver, steps: Steps) -> None:
         self._receiver = receiver
+        self._beside = BesideSteps(receiver, steps)
         self._device = receiver.device
 
     def apply(self, message: Message) -> RankAck:
         """Applies a message after setting the device, which the server's threads do not know."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        return self._receiver.apply(message)
+        return self._beside.apply(message)
 
     def run(self, command: bytes) -> bytes:
         """Returns the command unchanged: this worker has no commands."""

@@ -184,7 +184,7 @@ def install(folder: str, *, updates_draft: bool = False) -> None:
         mark = inputs.pop(MARK, None)
         if mark is None:
             if _rank is not None:
-                _rank.stepped()
+                _rank.steps.begin()
             return await run_step(self, *arguments, **inputs)
         if mark == RESET:
             self.reset_runtime_state()

@@ -29,10 +29,30 @@ from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.loader import residents_of
+from weightcast.runtime.steps import Steps
 from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.plugins.sglang")
+
+
+class SchedulerSteps(Steps):
+    """The steps of SGLang's scheduler, which counts them itself.
+
+    Attributes:
+        requests: Those of the scheduler; None until there is one.
+    """
+
+    requests: RequestsAtSwitch | None = None
+
+    @property
+    def begun(self) -> int:
+        """Implements ``Steps.begun``."""
+        return self.requests.steps_begun if self.requests is not None else 0
+
+    def generates(self) -> bool:
+        """Implements ``Steps.generates``."""
+        return self.requests is not None and self.requests.running
 
 
 class SglangRank(SwitchRank):
@@ -57,9 +77,10 @@ class SglangRank(SwitchRank):
         ranks, within = ranks_of(runner.server_args), int(parallel.tp_size * parallel.pp_rank + parallel.tp_rank)
         # Each data-parallel engine has a scheduler of its own that broadcasts requests.
         self._broadcasts = within == 0
+        device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
+        self._scheduler_steps = SchedulerSteps(device)
         super().__init__(
-            within + replica_of(runner, parallel) * int(parallel.tp_size) * self._stages,
-            torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu"),
+            within + replica_of(runner, parallel) * int(parallel.tp_size) * self._stages, device, self._scheduler_steps
         )
         self._loses_weights = loses_weights(resolved(runner.server_args))
         self._boundary = Boundary(self.step)
@@ -73,7 +94,7 @@ class SglangRank(SwitchRank):
 
     def attach(self, scheduler: Any) -> None:
         """Adds the switch to a scheduler and listens for the API server."""
-        self._requests = RequestsAtSwitch(scheduler, self.device)
+        self._requests = self._scheduler_steps.requests = RequestsAtSwitch(scheduler, self.device)
         self._boundary.attach(scheduler)
         if self._draft is not None:
             self._draft.attach(scheduler)
@@ -109,14 +130,6 @@ class SglangRank(SwitchRank):
                 "old KV cache (use pause in_place)"
             )
         return ""
-
-    def steps_begun(self) -> int:
-        """Implements ``SwitchRank.steps_begun``."""
-        return self._requests.steps_begun if self._requests is not None else 0
-
-    def generates(self) -> bool:
-        """Implements ``SwitchRank.generates``."""
-        return self._requests is not None and self._requests.running
 
     def memory_released(self, tags: frozenset[str]) -> None:
         """Frees the staging set if the weights sleep.

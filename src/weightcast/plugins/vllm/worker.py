@@ -222,7 +222,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def stepped(self) -> None:
         """Notes that a step begins."""
-        self._rank_server.stepped()
+        self._rank_server.steps.begin()
 
     def adapters_dropped(self) -> None:
         """Puts weightcast's adapters back after vLLM has dropped all of them."""

@@ -1,0 +1,54 @@
+"""The steps of an engine, as work beside them sees them: how many have begun, and whether another one is likely."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# An engine generates nothing if its last step began, and its stream had work, so long ago.
+_IDLE_S = 0.05
+# A launch waits so long at most for the next step, and looks for it so often.
+_WAIT_S = 0.03
+_LOOK_S = 2e-4
+
+
+class Steps:
+    """Counts an engine's steps.  An engine that counts them itself overrides ``begun`` and ``generates``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._count, self._busy_at = 0, float("-inf")
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """Called for each step when it begins, on a thread whose current stream gets its work."""
+        self._count += 1
+        self._busy_at = time.monotonic()
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+
+    def stand_still(self, *, goes_on: bool) -> None:
+        """Called while no step runs; with ``goes_on`` the next one comes at once."""
+        self._busy_at = time.monotonic() if goes_on else float("-inf")
+        if not goes_on:
+            self._stream = None  # what it has now is no step
+
+    @property
+    def begun(self) -> int:
+        """How many steps have begun."""
+        return self._count
+
+    def generates(self) -> bool:
+        """True if a step runs, or another one is likely to come at once."""
+        now = time.monotonic()
+        if self._stream is not None and not self._stream.query():
+            self._busy_at = now  # a step that reads long prompts takes longer than an engine needs to be taken for idle
+        return now - self._busy_at < _IDLE_S
+
+    def let_one_begin(self) -> bool:
+        """Waits until the next step begins, if the engine generates; returns False if none has begun."""
+        begun, until = self.begun, time.monotonic() + _WAIT_S
+        while self.generates() and self.begun == begun and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return self.begun != begun
