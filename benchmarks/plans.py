@@ -156,7 +156,7 @@ def _h200(gpus: int) -> list[Case]:
             1,
             generate=True,
             turns=5,
-            bucket_bytes=(512 * MIB,),
+            bucket_bytes=(512 * MIB, 2 * GIB),
             peer_bytes=(GIB,),
         )
     )

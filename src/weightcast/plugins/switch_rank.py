@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -37,7 +36,7 @@ from weightcast.plugins.rank_sockets import (
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
 from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import Steps, share_interpreter
 from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
@@ -46,9 +45,6 @@ log = logging.getLogger("weightcast.plugins")
 
 _AGREE_S = 60.0  # the other ranks and the API server need this long at most to agree on a switch
 
-# An engine whose idle loop polls in Python keeps the interpreter, and Python's own interval of 5 ms passes before each
-# step of another thread.  On one H200, SGLang took 6 s for an update of 16 GB that way.
-_SWITCH_INTERVAL_S = 5e-5
 _YIELD_S = 5e-5
 
 
@@ -232,7 +228,7 @@ class SwitchRank(ABC):
 
     def _serve(self, listener: Listener | None, connection: Connection | None) -> None:
         """Starts the thread that serves, which the interpreter then lets run in time."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        share_interpreter()
 
         def serve() -> None:
             serve_api_server(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.receiver.rank import WeightReceiver
 from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import Steps, share_interpreter
 from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Announce, Commit, Message
@@ -21,6 +21,8 @@ class BesideSteps:
         self._steps = steps
         self._pace = Pace(steps, share=_SHARE)
         self._stream = OwnStream(receiver.device)
+        if receiver.device.type == "cuda":  # elsewhere it is the processor that threads share
+            share_interpreter()
 
     def apply(self, message: Message) -> RankAck:
         """As ``WeightReceiver.apply``."""

@@ -21,12 +21,19 @@ _ROWS = 16
 
 
 class Decoding:
-    """The generation loop, with the hooks that a receiver needs."""
+    """The generation loop, with the hooks that a receiver needs.
+
+    Attributes:
+        steps: Its steps.
+        settled: Clear from a pause until the loop goes on with weights that are proven, or need not be.
+    """
 
     def __init__(self, engine: Engine, *, enabled: bool) -> None:
         self._engine = engine
         self._go = threading.Event()
         self._go.set()
+        self.settled = threading.Event()
+        self.settled.set()
         self._ended = threading.Event()
         self._step = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -41,6 +48,7 @@ class Decoding:
 
     def pause(self, mode: PauseMode = "abort", timeout_s: float = 60.0) -> None:
         """Pauses the loop and returns when no step runs."""
+        self.settled.clear()
         self._go.clear()
         with self._step:
             pass
@@ -48,6 +56,7 @@ class Decoding:
     def resume(self) -> None:
         """Resumes the loop."""
         self._go.set()
+        self.settled.set()
 
     def stop_waiting(self) -> None:
         """Does nothing: ``pause`` returns soon by itself."""
@@ -63,7 +72,8 @@ class Decoding:
         self._go.set()
 
     def proven(self) -> None:
-        """Does nothing: no output waits."""
+        """Notes it; no output waits."""
+        self.settled.set()
 
     def end_unproven(self, why: str, timeout_s: float) -> int:
         """Pauses the loop, which has no requests."""

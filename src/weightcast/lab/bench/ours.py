@@ -140,9 +140,9 @@ class Engine:
         return ()
 
     def update(self, version: int) -> dict[str, float]:
-        """Waits until the finishers have run, which is after the new weights are live."""
+        """Waits until the weights are proven; they are usable once the finishers have run."""
         with self._counting:
-            if not self._done.wait(300.0):
+            if not (self._done.wait(300.0) and self._side.decoding.settled.wait(300.0)):
                 raise TimeoutError("no update arrived")
         self._done.clear()
         return {"usable_at": self._usable_at}
