@@ -302,7 +302,8 @@ class Case:
             clients.wait_steady(60)
             steady = time.monotonic()
             for number in range(self.args.repeats):
-                time.sleep(wait_s)
+                # All requests end and are sent anew together: that must not come in step with the updates.
+                time.sleep(wait_s * (1 + 0.35 * (number % 3)))
                 windows.append(self.update(updater, f"{via}, {self.args.streams} streams, {pause}", 1 + number % 2))
             time.sleep(wait_s)
             stopped = time.monotonic()
