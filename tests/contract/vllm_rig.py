@@ -539,7 +539,7 @@ def pool_of_sleep() -> dict[str, Any]:
     def pool_of(**more: str) -> WeightsPool:
         return WeightsPool(
             SimpleNamespace(
-                additional_config={"weightcast": {"map_with_sleep": True}},
+                additional_config={},
                 device_config=SimpleNamespace(device_type="cuda"),
                 model_config=SimpleNamespace(enable_sleep_mode=True, **more),
                 parallel_config=SimpleNamespace(),

@@ -54,12 +54,13 @@ def test_weights_that_vllm_reads_on_other_streams_are_known(layers, halves, in_o
     ("device", "pool", "layers", "setting", "maps"),
     [
         ("cuda", {}, 0, {}, True),
-        ("cuda", {"enable_sleep_mode": True}, 0, {}, False),
-        ("cuda", {"enable_sleep_mode": True}, 0, {"map_with_sleep": True}, True),
-        ("cuda", {"enable_cumem_allocator": True}, 0, {}, False),
-        ("cuda", {"enable_cumem_allocator": True}, 0, {"map_with_sleep": True}, True),
-        ("cuda", {}, 8, {"map_with_sleep": True}, False),
-        ("cpu", {}, 0, {"map_with_sleep": True}, False),
+        ("cuda", {}, 0, {"map_with_sleep": False}, True),
+        ("cuda", {"enable_sleep_mode": True}, 0, {}, True),
+        ("cuda", {"enable_sleep_mode": True}, 0, {"map_with_sleep": False}, False),
+        ("cuda", {"enable_cumem_allocator": True}, 0, {}, True),
+        ("cuda", {"enable_cumem_allocator": True}, 0, {"map_with_sleep": False}, False),
+        ("cuda", {}, 8, {}, False),
+        ("cpu", {}, 0, {}, False),
     ],
 )
 def test_memory_is_mapped_where_vllm_frees_and_fetches_no_weights_itself(device, pool, layers, setting, maps):

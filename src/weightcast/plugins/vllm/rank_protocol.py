@@ -30,7 +30,7 @@ _SECTION = "weightcast"
 _HINT = (
     '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
     '"secret_file": "PATH", '
-    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": false, "map_with_sleep": true}}\''
+    '"not_updated": "REGEX", "warm_up": true, "derive_ahead": false, "map_with_sleep": false}}\''
 )
 
 
@@ -157,7 +157,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     not_updated: str = ""
     warm_up: bool = False
     derive_ahead: bool = True
-    map_with_sleep: bool = False
+    map_with_sleep: bool = True
     secret_file: str = ""
 
 
