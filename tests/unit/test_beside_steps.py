@@ -40,7 +40,8 @@ class Turns(Steps):
 
     def let_one_begin(self) -> bool:
         self.said.append("step")
-        self.begin()
+        with self.one():
+            pass
         return True
 
 
@@ -61,7 +62,8 @@ def test_steps_begin_before_weights_are_read_back(
     receiver: Any = Reading(said)
     beside = BesideSteps(receiver, steps)
     if running:
-        steps.begin()
+        with steps.one():
+            pass
     beside.apply(Commit(session=OPEN.session, reads_back=reads_back))
     beside.apply(Readback())
     assert said == expected

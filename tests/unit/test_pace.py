@@ -38,7 +38,8 @@ class TurnSteps(Steps):
 
     def let_one_begin(self) -> bool:
         self.said.append("turn")
-        self.begin()
+        with self.one():
+            pass
         return True
 
 
@@ -97,7 +98,8 @@ def test_launches_of_other_kinds_share_it_too(said: list[str]) -> None:
 def test_a_step_that_has_begun_by_itself_is_not_waited_for(said: list[str]) -> None:
     engine = Engine(said)
     engine.launch(4)
-    engine.steps.begin()
+    with engine.steps.one():
+        pass
     engine.launch(3)
     engine.launch(3)
     assert " ".join(said) == "4 3 1 waited turn 2"
@@ -109,7 +111,8 @@ def test_after_a_standstill_the_next_step_is_left_alone(said: list[str], begun: 
     engine.launch(3)
     engine.pace.restart()
     for _ in range(begun):
-        engine.steps.begin()
+        with engine.steps.one():
+            pass
     engine.launch(5)
     assert " ".join(said) == f"3 {['waited turn turn ', 'waited turn ', ''][begun]}4 waited turn 1"
 

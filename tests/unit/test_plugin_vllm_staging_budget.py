@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from weightcast.errors import ConfigError
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
+from weightcast.runtime.steps import Steps
 
 GIB = 1 << 30
 EIGHT_B = 15 * GIB
@@ -78,8 +80,10 @@ class Backend:
         self.told.append(("warm up", None))
         worker.said.append("warmed up")
 
-    def stepped(self) -> None:
+    @property
+    def steps(self) -> Steps:
         self.told.append(("step", None))
+        return Steps(torch.device("cpu"))
 
     def fall_asleep(self, level: int) -> None:
         self.told.append(("sleep", level))

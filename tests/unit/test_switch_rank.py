@@ -133,11 +133,13 @@ def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(monkeypatch: pyte
 
     def sleep(seconds: float) -> None:
         said.append("waits")
-        rank.steps.begin()
+        with rank.steps.one():
+            pass
 
     monkeypatch.setattr("weightcast.runtime.steps.time.sleep", sleep)
     rank.apply(OPEN)
-    rank.steps.begin()
+    with rank.steps.one():
+        pass
     if known == "to the engine":  # as SGLang
         monkeypatch.setattr(rank.steps, "generates", lambda: True)
     rank.apply(Commit(session=OPEN.session))

@@ -52,7 +52,7 @@ class SwitchRank(ABC):
     """One rank's receiver.  ``apply`` is called by one thread at a time; ``interrupt`` and ``on_note`` by another.
 
     A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).  Its engine's steps
-    call ``steps.begin``, unless it has other ``steps``.
+    are within ``steps.one``, unless it has other ``steps``.
     """
 
     engine: ClassVar[str]

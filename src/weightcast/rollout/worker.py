@@ -120,8 +120,9 @@ class RolloutWorker:
         if isinstance(decoded, commands.Describe):
             return commands.encode(self._describe())
         if isinstance(decoded, commands.Decode | commands.Prefill):
-            self._steps.begin()
-        elif isinstance(decoded, commands.Sleep):
+            with self._steps.one():
+                return commands.encode(self._runner.run(decoded))
+        if isinstance(decoded, commands.Sleep):
             self._receiver.sleep()
         answer = self._runner.run(decoded)
         if isinstance(decoded, commands.Wake):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
-# An engine generates nothing if its last step began, and its stream had work, so long ago.
+# An engine generates nothing if its last step began, and had work on the GPU, so long ago.
 _IDLE_S = 0.05
 # A launch waits so long at most for the next step, and looks for it so often.
 _WAIT_S = 0.03
@@ -30,20 +32,28 @@ class Steps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._count, self._busy_at = 0, float("-inf")
-        self._stream: torch.cuda.Stream | None = None
+        self._launching = False
+        self._launched: torch.cuda.Event | None = None  # the end of the last step's work
 
-    def begin(self) -> None:
-        """Called for each step when it begins, on a thread whose current stream gets its work."""
+    @contextmanager
+    def one(self) -> Generator[None]:
+        """Surrounds the launch of each step, on a thread whose current stream gets its work."""
         self._count += 1
         self._busy_at = time.monotonic()
+        self._launching = True
+        try:
+            yield
+        finally:
+            self._launching = False
         if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
+            launched = torch.cuda.Event()
+            launched.record(torch.cuda.current_stream(self._device))
+            self._launched = launched
 
     def stand_still(self, *, goes_on: bool) -> None:
         """Called while no step runs; with ``goes_on`` the next one comes at once."""
         self._busy_at = time.monotonic() if goes_on else float("-inf")
-        if not goes_on:
-            self._stream = None  # what it has now is no step
+        self._launched = None
 
     @property
     def begun(self) -> int:
@@ -53,8 +63,11 @@ class Steps:
     def generates(self) -> bool:
         """True if a step runs, or another one is likely to come at once."""
         now = time.monotonic()
-        if self._stream is not None and not self._stream.query():
-            self._busy_at = now  # a step that reads long prompts takes longer than an engine needs to be taken for idle
+        # A step that reads long prompts takes longer than an engine needs to be taken for idle.  Its stream must not be
+        # asked: a launch may be the capture of a graph, which that would spoil.
+        launched = self._launched
+        if self._launching or (launched is not None and not launched.query()):
+            self._busy_at = now
         return now - self._busy_at < _IDLE_S
 
     def let_one_begin(self) -> bool:

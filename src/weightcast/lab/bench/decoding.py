@@ -111,9 +111,9 @@ class Decoding:
             with self._step:
                 if not self._go.is_set():
                     continue
-                self.steps.begin()
-                rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)
-                state = rows.float().nan_to_num_().mean(dim=1) + state
+                with self.steps.one():
+                    rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)
+                    state = rows.float().nan_to_num_().mean(dim=1) + state
                 if flat.device.type == "cuda":
                     torch.cuda.current_stream(flat.device).synchronize()
                 self._stepped.append(time.monotonic())

@@ -58,6 +58,7 @@ from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
 from weightcast.runtime.free_memory import free_host_bytes
+from weightcast.runtime.steps import Steps
 
 # In the tree of vLLM: its worker processes have no handler for others.
 log = logging.getLogger("vllm.weightcast")
@@ -220,9 +221,10 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         switched, failure = self._rank_server.step_unless(why_not, goes_on=goes_on)
         return switched, adapter or failure
 
-    def stepped(self) -> None:
-        """Notes that a step begins."""
-        self._rank_server.steps.begin()
+    @property
+    def steps(self) -> Steps:
+        """Those of vLLM's model."""
+        return self._rank_server.steps
 
     def adapters_dropped(self) -> None:
         """Puts weightcast's adapters back after vLLM has dropped all of them."""

@@ -78,9 +78,10 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     @functools.wraps(execute)
     def execute_model(self: Any, *arguments: Any, **named: Any) -> Any:
         backend = ours(self)
-        if backend is not None:
-            backend.stepped()
-        return execute(self, *arguments, **named)
+        if backend is None:
+            return execute(self, *arguments, **named)
+        with backend.steps.one():
+            return execute(self, *arguments, **named)
 
     def switch(self: Any, why_not: str = "", goes_on: bool = False) -> str:
         backend = ours(self)
