@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine
 from tests.e2e.test_relay_hosts import start
+from tests.harness import wait_for
 from tests.hosts import Host, cannot, enter, hosts, show_interfaces
 from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
@@ -123,6 +124,8 @@ def test_a_host_that_disappears_is_named_and_the_other_goes_on(tmp_path, places,
         assert urls[1] in lost["message"], lost
         assert chosen[0].digests() == digests
         second.come_back()
+        # It has to hear that the connection is lost, or it would wait for the trainer of before.
+        wait_for(lambda: chosen[1].info()["state"] != "updating", "the end of the interrupted update")
         [answer, _] = job.run(update_each, str(tmp_path / "model"), urls, [3])
         assert [(row["version_after"], row["proof"]) for row in answer[0]] == [(3, "resident")] * 2
         assert [engine.digests() for engine in chosen] == [answer[1]] * 2
