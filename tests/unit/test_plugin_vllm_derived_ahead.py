@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.mapped import HostMapper
 from tests.unit.fp8_layers import Layer, Method, Recorders, Replays, loaded, quantised, stand_in_for_vllm
 from weightcast.plugins.vllm import derivation, derived_ahead
 from weightcast.plugins.vllm.derivation import Derivation
 from weightcast.plugins.vllm.derived_ahead import DerivedAhead, all_derived, why_not_ahead
 from weightcast.plugins.vllm.start_up import Budget
+from weightcast.receiver import staging as staging_of
 from weightcast.receiver.staging import Staging
 from weightcast.runtime import pace as pace_of
 from weightcast.runtime.pace import Pace, paced
@@ -36,14 +38,16 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model:
     """Three layers, the staging set of what is loaded, and the derivation with its second set."""
 
-    def __init__(self, make: Any = Replays, *, written: Sequence[str] = ("weight", "bias")) -> None:
+    def __init__(
+        self, make: Any = Replays, *, written: Sequence[str] = ("weight", "bias"), may_move: bool = False
+    ) -> None:
         self.weights = [torch.randn(4, 6).bfloat16() for _ in range(3)]
         pairs = [quantised(weight, Method(), f"layers.{number}") for number, weight in enumerate(self.weights)]
         self.layers: list[Layer] = [layer for layer, _ in pairs]
         self.quantised = [found for _, found in pairs]
         residents = {f"{found.name}.{key}": found.loaded[key] for found in self.quantised for key in written}
-        self.staging = Staging(residents, "device", keep_storage=True)
-        self.ahead = DerivedAhead(self.quantised, self.staging, in_order=False, may_move=False)
+        self.staging = Staging(residents, "device", keep_storage=True, may_move=may_move)
+        self.ahead = DerivedAhead(self.quantised, self.staging, in_order=False, may_move=may_move)
         self.derivation = Derivation(self.quantised)
         self.recorders: list[Any] = [Recorders(make) for _ in range(2)]
         self.derivation.record(self.recorders, self.ahead)  # type: ignore[arg-type]  stand-ins
@@ -54,7 +58,10 @@ class Model:
         weights = [torch.randn(4, 6).bfloat16() for _ in self.layers]
         for found, weight in zip(self.quantised, weights, strict=True):
             self.staging.target(f"{found.name}.weight").copy_(weight)
-            self.staging.target(f"{found.name}.bias").copy_(weight[:, 0])
+            if f"{found.name}.bias" in self.staging.lives:
+                self.staging.target(f"{found.name}.bias").copy_(weight[:, 0])
+            else:
+                found.loaded["bias"].data.copy_(weight[:, 0])
         if ahead:
             self.derivation.run_ahead()
         return weights
@@ -167,6 +174,96 @@ def test_staging_in_other_memory_is_derived_at_the_commit() -> None:
     weights = model.receive()
     assert model.commit() == 3
     assert model.serves(weights)
+
+
+@pytest.fixture
+def mapper(monkeypatch: pytest.MonkeyPatch) -> HostMapper:
+    found = HostMapper()
+    monkeypatch.setattr(staging_of, "mapper_of", lambda device: found)
+    return found
+
+
+def falls_asleep(model: Model, *, discard: bool) -> None:
+    """As the worker: vLLM's own sleep comes between the two."""
+    if not discard:
+        model.staging.store()
+    model.staging.free()
+    model.ahead.fall_asleep(discard=discard)
+    model.staging.let_go()
+    model.ahead.let_go()
+
+
+def wakes(model: Model) -> None:
+    for sleeper in (model.staging, model.ahead):
+        sleeper.restore()
+    model.staging.allocate()
+    model.ahead.wake()
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+def test_the_second_set_sleeps_and_versions_are_derived_ahead_again(mapper: HostMapper, commits: int) -> None:
+    model = Model(written=("weight",), may_move=True)
+    assert model.ahead.outside_bytes > 0
+    for _ in range(commits):
+        model.weights = model.receive()
+        model.commit()
+    for discard in (False, True, False):
+        falls_asleep(model, discard=discard)
+        assert not mapper.live, "asleep it takes no memory"
+        wakes(model)
+        if not discard:
+            assert model.serves(model.weights)
+        model.weights = model.receive()
+        assert model.commit() == 0, "derived ahead"
+        assert model.serves(model.weights)
+
+
+def test_what_was_derived_before_a_sleep_is_not_used_after_it(mapper: HostMapper) -> None:
+    model = Model(written=("weight",), may_move=True)
+    model.receive()  # and no commit
+    falls_asleep(model, discard=False)
+    wakes(model)
+    weights = model.receive(ahead=False)
+    assert model.commit() == 3
+    assert model.serves(weights)
+
+
+def test_without_room_for_the_second_set_layers_are_derived_at_the_commit_until_there_is(
+    mapper: HostMapper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(written=("weight",), may_move=True)
+    falls_asleep(model, discard=False)
+    model.staging.restore()
+    model.ahead.restore()
+    model.staging.allocate()
+
+    def create(size_bytes: int) -> int:
+        raise torch.OutOfMemoryError("there is no more")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(mapper, "create", create)
+        model.ahead.wake()
+        assert "derived at the commit for now: there is no more" in caplog.text
+        weights = model.receive()
+        assert model.commit() == 3
+        assert model.serves(weights)
+    weights = model.receive()
+    assert model.commit() == 0
+    assert model.serves(weights)
+
+
+def test_a_sleep_that_moves_memory_ends_the_derivation_ahead(
+    mapper: HostMapper, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(may_move=True)  # a bias, which a kernel holds too, cannot be mapped
+    assert model.derivation.ahead is not None
+    for discard in (False, True):
+        falls_asleep(model, discard=discard)
+        wakes(model)
+        assert "as memory moved when vLLM woke up" in caplog.text
+        weights = model.receive()
+        assert model.commit() == 3
+        assert model.serves(weights)
 
 
 def test_an_exchange_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,14 +122,18 @@ class SwitchRank(ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def stage_again(self) -> None:
-        """Allocates the staging set once the weights are back.  Without room for it, the next update tries again."""
+    def stage_again(self) -> bool:
+        """Allocates the staging set once the weights are back.
+
+        Returns False if there is no room for it; the next update tries again.
+        """
         self._no_room = ""
         try:
             self.receiver.wake()
         except torch.OutOfMemoryError as error:  # a colocated trainer may still be there
             self._no_room = str(error).splitlines()[0]
             log.warning("weightcast: %s", self._no_room)
+        return not self._no_room
 
     @property
     def at_work(self) -> bool:

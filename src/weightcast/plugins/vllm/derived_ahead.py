@@ -6,8 +6,9 @@ A commit then exchanges it with what kernels read now.  Without it, layers are d
 from __future__ import annotations
 
 import itertools
+import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,26 +21,39 @@ from weightcast.runtime.pace import slices
 from weightcast.runtime.recorded_launches import Recorder, side_by_side
 from weightcast.runtime.streams import wait_for_streams
 
+log = logging.getLogger("vllm.weightcast")
 _PACED_BYTES = 4 << 30  # of the loaded form; an H200 derives so much of a dense model in 6 ms, where a step takes 5
 
 
 class DerivedAhead:
     """A second set of all that is derived, and its exchange with the one that kernels read."""
 
-    def __init__(self, layers: Sequence[QuantisedLayer], waiting: Staging, *, in_order: bool, may_move: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[QuantisedLayer],
+        waiting: Staging,
+        *,
+        in_order: bool,
+        may_move: bool,
+        after_move: Callable[[], object] = torch.cuda.empty_cache,
+    ) -> None:
         """Allocates the second set.
 
         Args:
             waiting: Staging set of the loaded form, on the device, whose tensors stay at their addresses.
-            in_order: As for ``Staging``, and so is ``may_move``.
+            in_order: As for ``Staging``, and so are ``may_move`` and ``after_move``.
         """
         self._layers = layers
         self._waiting = waiting
         self._names, derived = _named(layers)
-        self._second = Staging(derived, "device", keep_storage=True, in_order=in_order, may_move=may_move)
+        self._second = Staging(
+            derived, "device", keep_storage=True, in_order=in_order, may_move=may_move, after_move=after_move
+        )
         self._mapped_bytes = self._second.mapped_bytes
         self._recorders: Sequence[Recorder] = ()
         self._places: tuple[int, int] | None = None
+        self._addresses: list[int] = []  # where all tensors lay when their work was recorded
+        self._allocated = True
         # The contents, by their number in ``waiting``, of which the live derived tensors and the second ones are made.
         self._live, self._next = waiting.live_contents, -1
 
@@ -63,12 +77,13 @@ class DerivedAhead:
                 return layer.name
         self._recorders = list(recorders.values())
         self._places = self._waiting.look(), self._second.look()
+        self._addresses = self._addresses_now()
         return self._disturbed()
 
     def derive(self) -> None:
         """Derives the version that waits, if the tensors are where they were; waits for the device."""
         self._next = -1
-        if self._places != (self._waiting.look(), self._second.look()):
+        if not self._in_place():
             return
         missed: list[str] = []
         for layers in self._turns():
@@ -97,10 +112,60 @@ class DerivedAhead:
         self._live = self._waiting.live_contents
 
     def drop(self) -> None:
-        """Frees the second set."""
+        """Frees the second set for good."""
         self._places = None
+        self._free()
+
+    def fall_asleep(self, *, discard: bool) -> None:
+        """Frees the second set until ``wake``; unless contents are discarded, ``restore`` brings live ones back."""
+        if not discard:
+            self._second.store()
+        self._free()
+
+    def let_go(self) -> int:
+        """As ``Staging.let_go``, and so is ``restore``, for the live tensors."""
+        return self._second.let_go()
+
+    def restore(self) -> None:
+        """Undoes ``let_go``; raises torch.OutOfMemoryError, and then nothing has changed."""
+        self._second.restore()
+
+    def wake(self) -> None:
+        """Allocates the second set, once what it derives from is back.
+
+        Without room for it layers are derived at the commit, and the next update tries again.
+        """
+        if self._places is None or self._allocated:
+            return
+        try:
+            self._second.allocate()
+        except torch.OutOfMemoryError as error:  # a colocated trainer may still be there
+            log.warning("weightcast: layers are derived at the commit for now: %s", str(error).splitlines()[0])
+            return
+        self._allocated = True
+        if self._addresses_now() != self._addresses:
+            log.warning("weightcast: layers are derived at the commit from now on, as memory moved when vLLM woke up")
+            self.drop()
+
+    def _free(self) -> None:
         self._next = -1
+        self._allocated = False
         self._second.free()
+
+    def _in_place(self) -> bool:
+        """True if all tensors are where they were when their work was recorded."""
+        self.wake()
+        if self._places is None or not self._allocated:
+            return False
+        now = self._waiting.look(), self._second.look()
+        if now != self._places and self._addresses_now() != self._addresses:
+            return False
+        self._places = now
+        return True
+
+    def _addresses_now(self) -> list[int]:
+        sets = (self._waiting.lives, self._waiting.targets, self._second.lives, self._second.targets)
+        return [tensor.data_ptr() for tensors in sets for tensor in tensors.values()]
 
     def _turns(self) -> Iterator[Sequence[QuantisedLayer]]:
         """The layers, in groups between which the engine's steps get their turn if it generates."""

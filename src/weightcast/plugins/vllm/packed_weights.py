@@ -129,6 +129,25 @@ class UnpackedModel:
         """As ``DerivedAhead.outside_bytes``."""
         return self._second.outside_bytes if self._second is not None else 0
 
+    def fall_asleep(self, *, discard: bool) -> None:
+        """As ``DerivedAhead.fall_asleep``; and so are ``let_go``, ``restore`` and ``wake``."""
+        if self._second is not None:
+            self._second.fall_asleep(discard=discard)
+
+    def let_go(self) -> int:
+        """Frees live tensors that vLLM's sleep does not know; returns their bytes."""
+        return self._second.let_go() if self._second is not None else 0
+
+    def restore(self) -> None:
+        """Undoes ``let_go``; raises torch.OutOfMemoryError."""
+        if self._second is not None:
+            self._second.restore()
+
+    def wake(self) -> None:
+        """Called once all weights are back."""
+        if self._second is not None:
+            self._second.wake()
+
     def record(self, ahead: Callable[[Sequence[QuantisedLayer]], DerivedAhead] | None) -> tuple[int, int]:
         """Records how quantised layers are derived; returns the number of those that are recorded, and of all.
 

@@ -45,7 +45,6 @@ from weightcast.plugins.vllm.rank_protocol import (
     end_vllm,
     keeps_draft,
     loads_into_pool,
-    maps_weights,
     on_several_hosts,
     rank_among_replicas,
     reads_in_order,
@@ -165,6 +164,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 lets_go=True,
                 hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last",
             )
+            self._models.unpacked.fall_asleep(discard=level >= 2)
             self._adapters.sleep(discard=level >= 2, hint="POST /wake_up?tags=weights first")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -172,7 +172,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def let_go(self) -> None:
         """Frees the weights that lie outside of vLLM's pool, after vLLM has freed the others."""
-        if freed := self._receiver.loader.staging.let_go():
+        if freed := self._receiver.loader.staging.let_go() + self._models.unpacked.let_go():
             log.info("weightcast: rank %d freed %s of weights that vLLM's sleep does not know", self._rank, gib(freed))
 
     def restore(self, tags: Sequence[str] | None) -> str:
@@ -180,6 +180,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if "weights" in self._woken(tags):
             try:
                 self._receiver.loader.staging.restore()
+                self._models.unpacked.restore()
             except torch.OutOfMemoryError as error:
                 return f"rank {self._rank} has no room for its weights, which sleep on: {error}; free memory, then wake"
         return ""
@@ -188,7 +189,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Allocates the staging set again once the weights are back; the KV cache alone changes nothing here."""
         woken = self._woken(tags)
         if "weights" in woken:
-            self._rank_server.stage_again()  # raises nothing: vLLM would lose track of the other ranks' answers
+            # Neither raises: vLLM would lose track of the other ranks' answers.
+            if self._rank_server.stage_again():
+                self._models.unpacked.wake()
             self._adapters.wake()
         self._asleep -= woken
 
@@ -402,10 +405,11 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _record(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
         """Records how quantised layers are derived; returns the bytes that are kept for that.
 
-        vLLM's sleep mode allocates from pools of its own, in which nothing is recorded.
+        Where weights stay in the pool of vLLM's sleep mode nothing is recorded: a second set would not sleep.
         """
         unpacked = self._models.unpacked
-        if self.device.type != "cuda" or loads_into_pool(self.vllm_config) or not unpacked.quantised_bytes:
+        stays = loads_into_pool(self.vllm_config) and not self._pool.may_leave
+        if self.device.type != "cuda" or stays or not unpacked.quantised_bytes:
             return 0
         budget = self._budget(cache_bytes, least_bytes, fixed=fixed)
         why = why_not_ahead(unpacked.derived, self._receiver.loader.staging, budget)
@@ -429,7 +433,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             layers,
             self._receiver.loader.staging,
             in_order=reads_in_order(self.vllm_config),
-            may_move=maps_weights(self.vllm_config),
+            may_move=self._pool.may_leave,
+            after_move=self._pool.free_left,
         )
 
     def _configured(self, do: Callable[[], object]) -> Callable[[], None]:
