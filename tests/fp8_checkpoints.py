@@ -32,8 +32,13 @@ EXPORTED: dict[str, Fp8Format] = {
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One scale for the whole matrix."""
-    scale = weight.float().abs().amax() / MOST
+    scale = _over_most(weight.float().abs().amax())
     return (weight.float() / scale).clamp(-MOST, MOST).to(FP8), scale
+
+
+def _over_most(largest: torch.Tensor) -> torch.Tensor:
+    """Divides as a CPU does: by a number, torch on a GPU multiplies by its reciprocal, and the last bit may differ."""
+    return largest / torch.tensor(MOST, device=largest.device)
 
 
 def by_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +47,8 @@ def by_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     high, wide = -(-rows // BLOCK), -(-columns // BLOCK)
     padded = torch.zeros(high * BLOCK, wide * BLOCK, dtype=torch.float32, device=weight.device)
     padded[:rows, :columns] = weight.float()
-    scale = padded.view(high, BLOCK, wide, BLOCK).abs().amax(dim=(1, 3)) / MOST
+    scale = padded.view(high, BLOCK, wide, BLOCK).abs().amax(dim=(1, 3))
+    scale = _over_most(scale)
     scale = torch.where(scale == 0, 1.0, scale)
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
     return (weight.float() / spread).clamp(-MOST, MOST).to(FP8), scale
