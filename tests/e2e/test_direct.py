@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -40,6 +42,7 @@ from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import TrainerRankFailed, WeightcastError
 from weightcast.update.exchange import Exchange
+from weightcast.update.head import Head
 from weightcast.update.packs import Packs
 from weightcast.update.served_parts import ServedParts
 
@@ -279,7 +282,9 @@ def test_a_trainer_rank_that_dies_is_named_and_another_trainer_updates_the_engin
     assert serves_whole(engine) == version
 
 
-def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: dict) -> list[str]:
+def lose_an_engine(
+    urls: list[str], victim: int, versions: list[int], options: dict, timeout_s: float = 10.0
+) -> list[str]:
     """Two updates; the engine's process is killed after the third bucket of the first one."""
 
     def kill(done: int, total: int) -> None:
@@ -295,7 +300,7 @@ def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: d
         urls,
         transport="direct",
         bucket_bytes=30_000,
-        timeout_s=10.0,
+        timeout_s=timeout_s,
         on_failure="quarantine",
         progress=kill,
         **options,
@@ -327,6 +332,33 @@ def test_an_engine_rank_that_dies_is_named_and_the_other_engine_is_updated(fresh
         assert rows[1]["proof"] == "resident"
         assert rows[0]["status"] != "serving"
     assert "rank 1" in json.loads(told[0][0])["targets"][0]["message"]
+    assert serves_whole(kept) == versions[-1]
+
+
+def lose_an_engine_slowly(*args, seconds: float) -> list[str]:
+    """As ``lose_an_engine``; the head takes ``seconds`` to learn what the loss means."""
+    learn = Head.exchange_failed
+
+    def slowly(self: Head, failures, *rest) -> None:
+        if any(failures):
+            time.sleep(seconds)
+        learn(self, failures, *rest)
+
+    Head.exchange_failed = slowly
+    try:
+        return lose_an_engine(*args)
+    finally:
+        Head.exchange_failed = learn
+
+
+def test_trainer_ranks_wait_while_the_head_is_busy_with_a_lost_engine(fresh, jobs):
+    lost, kept = fresh("--tp", "2"), fresh("--tp", "2")
+    versions = [next_version(), next_version()]
+    victim = lost.info().ranks[1].pid
+    told = jobs(2).run(
+        partial(lose_an_engine_slowly, seconds=5.0), [lost.url, kept.url], victim, versions, MESSAGES, 4.0
+    )
+    assert json.loads(told[1][0])["targets"][0]["status"] != "serving"
     assert serves_whole(kept) == versions[-1]
 
 

@@ -528,7 +528,7 @@ class BucketStream:
         else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
             mine = self._encoded(layout, shared, parts, packs)
-        return self._shared_by(self._group.gather_bytes(mine) or [])
+        return self._shared_by(self._group.gather_bytes(mine, timeout_s=self._wait_s) or [])
 
     def _encoded(self, layout: BucketLayout, shared: Shared, parts: tuple[Part, ...], packs: tuple[Pack, ...]) -> bytes:
         """The handle of a bucket and the parts in it; the same object as long as they stay the same."""
