@@ -18,9 +18,11 @@ from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
 from weightcast.exporters.held_parts import Computed, Held, Local
-from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
+from weightcast.exporters.lora import CHUNK_ELEMENTS
 from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.ownership import Shared, SharedPart
+from weightcast.exporters.quantise_jobs import Jobs
+from weightcast.exporters.scale_blocks import Blocks, spreads, whole_box
 from weightcast.wire.box import Box, intersection, slices
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
@@ -58,122 +60,6 @@ def _expanded(specs: Sequence[TensorSpec], form: Fp8Format) -> list[tuple[Tensor
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """How a weight is divided into blocks: the *grid* has an element for each block of each of its matrices.
-
-    Attributes:
-        shape: Shape of the weight.
-        rows: Rows of a block.
-        columns: Columns of a block.
-        scales: Shape in which the scales travel.  It has no rows and columns if a matrix has one scale.
-    """
-
-    shape: tuple[int, ...]
-    rows: int
-    columns: int
-    scales: tuple[int, ...]
-
-    @staticmethod
-    def of(shape: tuple[int, ...], form: Fp8Format) -> _Blocks:
-        return _Blocks(shape, *form.block_of(shape), form.scale_shape(shape))
-
-    @property
-    def grid_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:-2], -(-self.shape[-2] // self.rows), -(-self.shape[-1] // self.columns))
-
-    def touched(self, box: Box) -> Box:
-        """The box of the grid whose blocks a box of elements touches."""
-        steps = (*(1 for _ in self.shape[:-2]), self.rows, self.columns)
-        starts = tuple(start // step for start, step in zip(box.offset, steps, strict=True))
-        ends = [-(-(start + extent) // step) for start, extent, step in zip(box.offset, box.shape, steps, strict=True)]
-        return Box(offset=starts, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-    def scales_of(self, box: Box) -> Box:
-        """The box, of the travelling scales, that belongs to a box of elements."""
-        return self.touched(box) if len(self.scales) == len(self.shape) else _whole(self.scales)
-
-    def cut_by(self, box: Box) -> bool:
-        """True if a box of elements has a part of a block."""
-        return any(
-            start % step or (end % step and end != extent)
-            for start, end, step, extent in (
-                (box.offset[dim], box.offset[dim] + box.shape[dim], step, self.shape[dim])
-                for dim, step in ((-2, self.rows), (-1, self.columns))
-            )
-        )
-
-    def grid_rows(self, kind: str, first: int, last: int) -> tuple[int, int]:
-        """First and end index, in the grid's dimension 0, of the scales for some rows of a travelling tensor."""
-        if len(self.shape) > 2:
-            return first, last
-        if kind == _OVERALL:
-            return 0, 0
-        if kind == _SCALES:
-            return (first, last) if len(self.scales) > 1 else (0, 1)
-        return first // self.rows, -(-last // self.rows)
-
-    def pieces(self, box: Box, held: Held) -> list[Box]:
-        """Cuts a box into boxes of whole rows of one matrix, each small enough for one chunk.
-
-        Rows are cut within a block only if the block is as wide as the matrix.
-        """
-        elements = CHUNK_ELEMENTS if held.memory is None else _CHUNK_IN_PLACE
-        multiple = self.rows if self.columns < self.shape[-1] else 1
-        if len(box.shape) == 2:
-            return list(rows_of(box, elements, multiple=multiple))
-        return [
-            Box(offset=(index, *piece.offset), shape=(1, *piece.shape))
-            for index in range(box.offset[0], box.offset[0] + box.shape[0])
-            for piece in rows_of(Box(offset=box.offset[1:], shape=box.shape[1:]), elements, multiple=multiple)
-        ]
-
-    def maxima(self, x: torch.Tensor, piece: Box) -> torch.Tensor:
-        """Largest magnitude in each block that a piece touches: float32, of the shape of ``touched(piece)``."""
-        touched = self.touched(piece).shape
-        # Magnitudes and their maximum are exact in any dtype.
-        if _spreads(touched, piece.shape):
-            for dim in (-1, -2):
-                if touched[dim] < x.shape[dim]:
-                    x = _amax(x, dim)
-            return x.abs().float()
-        blocks = self.in_blocks(x, piece)
-        most = self._padded_maxima(x, piece) if blocks is None else blocks.abs().amax(dim=(-3, -1))
-        return most.float().view(touched)
-
-    def in_blocks(self, tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
-        """A view ``(..., rows of blocks, rows, columns of blocks, columns)``; None if the box cuts through a block."""
-        steps = (self.rows, self.columns)
-        if any(
-            start % step or extent % step
-            for start, extent, step in zip(box.offset[-2:], box.shape[-2:], steps, strict=True)
-        ):
-            return None
-        return tensor.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))
-
-    def _padded_maxima(self, x: torch.Tensor, piece: Box) -> torch.Tensor:
-        (top, left), (rows, columns) = (piece.offset[-2] % self.rows, piece.offset[-1] % self.columns), piece.shape[-2:]
-        high, wide = -(-(top + rows) // self.rows), -(-(left + columns) // self.columns)
-        padded = torch.zeros(high * self.rows, wide * self.columns, dtype=x.dtype, device=x.device)
-        padded[top : top + rows, left : left + columns] = x.reshape(rows, columns)
-        return padded.abs_().view(high, self.rows, wide, self.columns).amax(dim=(1, 3))
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return Box(offset=(0,) * len(shape), shape=shape)
-
-
-def _spreads(touched: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """True if a part of a grid can be broadcast to the elements of the piece that touches it."""
-    return all(blocks in (1, extent) for blocks, extent in zip(touched[-2:], shape[-2:], strict=True))
-
-
-def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Largest magnitude along a dimension, which is kept; NaN if there is one.  Makes no copy of ``x``."""
-    least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    return torch.maximum(least.neg(), most)
-
-
 class Quantiser:
     """Quantises parts of tensors as a gatherer asks for them; ``self.specs`` are the travelling tensors."""
 
@@ -184,7 +70,7 @@ class Quantiser:
         expanded = _expanded(specs, form)
         self.specs = tuple(spec for spec, _, _ in expanded)
         self._kinds = [(number, kind) for _, number, kind in expanded]
-        self._blocks = {n: _Blocks.of(specs[n].shape, form) for n, kind in self._kinds if kind == _WEIGHT}
+        self._blocks = {n: Blocks.of(specs[n].shape, form) for n, kind in self._kinds if kind == _WEIGHT}
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
         # Weights that share an overall scale.
         self._joined: dict[str, list[int]] = {}
@@ -243,7 +129,7 @@ class Quantiser:
             return [replace(part, box=blocks.scales_of(part.box), ready=False, computed=True) for part in parts]
         assert self._group is not None
         everyone = tuple(range(self._group.world_size))
-        return [SharedPart(_whole(self.specs[number].shape), everyone, ready=False, computed=True)]
+        return [SharedPart(whole_box(self.specs[number].shape), everyone, ready=False, computed=True)]
 
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
@@ -254,11 +140,16 @@ class Quantiser:
         self._parts = {source: self._local(source) for source in wanted}
         self._grids = {source: part.view(shapes[source]) for source, part in zip(wanted, parts, strict=True)}
         shared: list[torch.Tensor] = []
+        jobs = Jobs(self._form, group.device)
         for source, (first, last) in wanted.items():
             grid = self._grids[source]
-            self._measure(source, grid, first, last)
+            self._measure(source, grid, first, last, jobs)
             if source in self._split:
                 shared.append(grid[first:last])
+        if jobs:
+            from weightcast.exporters import quantise_kernel
+
+            quantise_kernel.measure(jobs)
         most = self._most_of_joined(wanted, group.device)
         if most.numel():
             shared.append(most)
@@ -289,7 +180,8 @@ class Quantiser:
                 raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, and the exporter does not have it")
             source, kind = self._kinds[number]
             if kind != _AS_IT_IS and slot.num_rows:
-                first, last = self._blocks[source].grid_rows(kind, slot.first_row, slot.first_row + slot.num_rows)
+                end_row = slot.first_row + slot.num_rows
+                first, last = _grid_rows(self._blocks[source], kind, slot.first_row, end_row)
                 start, end = wanted.get(source, (first, last))
                 if start == end:  # so far only a scale of the whole weight, which is in no row of the grid
                     wanted[source] = first, last
@@ -311,10 +203,10 @@ class Quantiser:
             return self._local(source)
         blocks = self._blocks[source]
         if kind == _OVERALL:
-            return [_Overall(_whole((1,)), self._overall_of, source)]
+            return [_Overall(whole_box((1,)), self._overall_of, source)]
         if kind == _SCALES:
             # Every rank has all scales of a split weight.
-            whole = [_whole(blocks.scales)]
+            whole = [whole_box(blocks.scales)]
             boxes = whole if source in self._split else [blocks.scales_of(held.box) for held in self._held(source)]
             return [_Scales(box, self._grid_of, source, blocks, self._form) for box in boxes]
         wide = self._wide[source].torch_dtype
@@ -340,7 +232,7 @@ class Quantiser:
         for found, members in zip(most, (self._joined[name] for name in sets), strict=True):
             for source in members:
                 for held in self._held(source):
-                    for piece in self._blocks[source].pieces(held.box, held):
+                    for piece in self._blocks[source].pieces(held.box, _chunk(held)):
                         x = _values(held, piece, self._wide[source].torch_dtype, device)
                         if x.numel():
                             torch.maximum(found, x.abs().amax().float(), out=found)
@@ -356,15 +248,17 @@ class Quantiser:
     def _overall_of(self, source: int) -> torch.Tensor | None:
         return self._overall.get(source)
 
-    def _measure(self, source: int, grid: torch.Tensor, first: int, last: int) -> None:
-        """Writes the maxima of this rank's parts into some rows of a grid."""
+    def _measure(self, source: int, grid: torch.Tensor, first: int, last: int, jobs: Jobs) -> None:
+        """Writes the maxima of this rank's parts into some rows of a grid, at once or among the jobs."""
         blocks, spec = self._blocks[source], self._wide[source]
         step = blocks.rows if len(spec.shape) == 2 else 1
         rows = first * step, min(last * step, spec.num_rows)
         needed = Box(offset=(rows[0], *(0 for _ in spec.shape[1:])), shape=(rows[1] - rows[0], *spec.shape[1:]))
         for held in self._parts[source]:
             common = intersection(held.box, needed)
-            for piece in blocks.pieces(common, held) if common is not None else ():
+            if common is None or jobs.takes(held.memory, spec.torch_dtype, held.box.offset, common, blocks, grid):
+                continue
+            for piece in blocks.pieces(common, _chunk(held)):
                 x = _values(held, piece, spec.torch_dtype, grid.device)
                 found = grid[slices(blocks.touched(piece), (0,) * grid.dim())]
                 torch.maximum(found, blocks.maxima(x, piece), out=found)
@@ -377,12 +271,18 @@ class _Scales(Computed):
     box: Box
     grid: Callable[[int], torch.Tensor]
     source: int
-    blocks: _Blocks
+    blocks: Blocks
     form: Fp8Format
 
     @property
     def origin(self) -> torch.Tensor:
         return self._part(self.box)
+
+    @staticmethod
+    def write_together(writes: Sequence[tuple[_Scales, Box, torch.Tensor]]) -> None:
+        """As of every computed part; the copies are few launches on a GPU."""
+        outs = [out for _, _, out in writes]
+        torch._foreach_copy_(outs, [scales.form.stored(scales._part(box)) for scales, box, _ in writes])  # pyright: ignore[reportPrivateUsage]
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         out.copy_(self.form.stored(self._part(box)))
@@ -419,19 +319,34 @@ class _Quantised(Computed):
     grid: Callable[[int], torch.Tensor]
     overall: Callable[[int], torch.Tensor | None]
     source: int
-    blocks: _Blocks
+    blocks: Blocks
     form: Fp8Format
 
     @property
     def origin(self) -> torch.Tensor:
         return self.held.origin
 
+    @staticmethod
+    def write_together(writes: Sequence[tuple[_Quantised, Box, torch.Tensor]]) -> None:
+        """Writes many boxes, those that lie on a GPU in one launch."""
+        jobs: Jobs | None = None
+        for part, box, out in writes:
+            if jobs is None:
+                jobs = Jobs(part.form, out.device)
+            grid, blocks, held = part.grid(part.source), part.blocks, part.held
+            if not jobs.takes(held.memory, part.dtype, held.box.offset, box, blocks, grid, out):
+                part.write(box, out)
+        if jobs:
+            from weightcast.exporters import quantise_kernel
+
+            quantise_kernel.encode(jobs)
+
     def write(self, box: Box, out: torch.Tensor) -> None:
         grid, overall, packs = self.grid(self.source), self.overall(self.source), self.form.packs
         elements = Box(
             offset=(*box.offset[:-1], box.offset[-1] * packs), shape=(*box.shape[:-1], box.shape[-1] * packs)
         )
-        for piece in self.blocks.pieces(elements, self.held):
+        for piece in self.blocks.pieces(elements, _chunk(self.held)):
             x = _values(self.held, piece, self.dtype, grid.device)
             rows = slices(Box(offset=piece.offset[:-1], shape=piece.shape[:-1]), elements.offset[:-1])
             target = out[rows]  # a piece has whole rows of the box
@@ -439,7 +354,7 @@ class _Quantised(Computed):
             scales = grid[slices(touched, (0,) * len(elements.shape))]
             if overall is not None:
                 scales = scales / overall
-            if _spreads(touched.shape, piece.shape):
+            if spreads(touched.shape, piece.shape):
                 target.copy_(self._encoded(x, scales))
                 continue
             blocks = self.blocks.in_blocks(x, piece)
@@ -459,6 +374,22 @@ class _Quantised(Computed):
         x = x.float() if x.dtype.itemsize > 4 else x
         q = torch.mul(x, 1.0 / scales) if self.form.multiplies else torch.div(x, scales)
         return self.form.encoded(q)
+
+
+def _grid_rows(blocks: Blocks, kind: str, first: int, last: int) -> tuple[int, int]:
+    """First and end index, in the grid's dimension 0, of the scales for some rows of a travelling tensor."""
+    if len(blocks.shape) > 2:
+        return first, last
+    if kind == _OVERALL:
+        return 0, 0
+    if kind == _SCALES:
+        return (first, last) if len(blocks.scales) > 1 else (0, 1)
+    return first // blocks.rows, -(-last // blocks.rows)
+
+
+def _chunk(held: Held) -> int:
+    """Elements that are computed at a time."""
+    return CHUNK_ELEMENTS if held.memory is None else _CHUNK_IN_PLACE
 
 
 def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

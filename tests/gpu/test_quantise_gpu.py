@@ -1,0 +1,124 @@
+"""The launches that quantise on a GPU give the bytes of torch's operations on a CPU, however parts cut blocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+from weightcast.exporters.quantise_jobs import Jobs
+from weightcast.exporters.scale_blocks import Blocks
+from weightcast.wire.box import Box, slices
+
+pytestmark = pytest.mark.gpu
+
+FORMS = {
+    "blocks": Fp8Blocks(),
+    "blocks as vLLM": Fp8Blocks(reciprocal=True),
+    "small blocks": Fp8Blocks(block=32),
+    "large blocks": Fp8Blocks(block=256),
+    "tensors": Fp8Tensors(),
+    "channels": Fp8Channels(),
+    "channels as vLLM": Fp8Channels(reciprocal=True),
+    "mxfp8": Mxfp8(),
+}
+STACK = (3, 160, 192)
+SHAPES = [(200, 320), (64, 96), (130, 1600), (384, 640), STACK]
+
+
+def weight_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Rows of very different magnitudes, one of zeros, and values that lie between two 8-bit floats."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn((*shape[:-1], 1), generator=generator).mul(6).exp()
+    weight = torch.randn(shape, generator=generator) * spread
+    weight[..., 3, :] = 0
+    weight[..., 5, :] = torch.arange(shape[-1]) / 16
+    return weight.to(dtype)
+
+
+def halves(shape: tuple[int, ...], dim: int, at: int) -> list[Box]:
+    """The weight as two parts, cut in one dimension."""
+    found = []
+    for first, end in ((0, at), (at, shape[dim])):
+        offset, extent = [0] * len(shape), list(shape)
+        offset[dim], extent[dim] = first, end - first
+        found.append(Box(offset=tuple(offset), shape=tuple(extent)))
+    return found
+
+
+def grid_by_torch(form: Fp8Format, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    grid = torch.zeros(blocks.grid_shape)
+    whole = Box(offset=(0,) * weight.dim(), shape=tuple(weight.shape))
+    for piece in blocks.pieces(whole, 1 << 21):
+        found = grid[slices(blocks.touched(piece), (0,) * weight.dim())]
+        torch.maximum(found, blocks.maxima(weight[slices(piece, whole.offset)], piece), out=found)
+    return grid
+
+
+def encoded_by_torch(form: Fp8Format, weight: torch.Tensor, blocks: Blocks, grid: torch.Tensor) -> torch.Tensor:
+    rows, columns = (torch.arange(extent) for extent in weight.shape[-2:])
+    scales = grid[..., rows // blocks.rows, :][..., columns // blocks.columns]
+    x = weight.float()
+    return form.encoded(x * (1.0 / scales) if form.multiplies else x / scales).to(FP8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_parts_have_the_scales_and_bytes_that_torch_computes_on_a_cpu(form, shape, dtype):
+    from weightcast.exporters import quantise_kernel
+
+    if len(shape) > 2 and not form.stacks:
+        pytest.skip("this format has no scales for stacked matrices")
+    device = torch.device("cuda:0")
+    blocks, weight = Blocks.of(shape, form), weight_of(shape, dtype)
+    wanted_grid = grid_by_torch(form, weight, blocks)
+    on_gpu = weight.to(device)
+    for dim in range(len(shape)):
+        for at in (shape[dim] // 2, random.Random(dim).randrange(1, shape[dim])):
+            parts = halves(shape, dim, at)
+            # Each part has memory of its own, and rows that are further apart than they are long.
+            memories = [
+                torch.empty((*part.shape[:-1], part.shape[-1] + 8), dtype=dtype, device=device) for part in parts
+            ]
+            memories = [
+                memory[..., 8:].copy_(on_gpu[slices(part, (0,) * len(shape))])
+                for memory, part in zip(memories, parts, strict=True)
+            ]
+            grid = torch.zeros(blocks.grid_shape, device=device)
+            jobs = Jobs(form, device)
+            for part, memory in zip(parts, memories, strict=True):
+                assert jobs.takes(memory, dtype, part.offset, part, blocks, grid)
+            quantise_kernel.measure(jobs)
+            assert torch.equal(grid.cpu(), wanted_grid)
+            scales = wanted_grid.clone()
+            form.finish(scales)
+            wanted = encoded_by_torch(form, weight, blocks, scales)
+            scales = scales.to(device)
+            around = torch.zeros((*shape[:-1], shape[-1] + 8), dtype=torch.uint8, device=device)
+            jobs = Jobs(form, device)
+            for part, memory in zip(parts, memories, strict=True):
+                out = around.view(FP8)[..., 3:-5][slices(part, (0,) * len(shape))]
+                assert jobs.takes(memory, dtype, part.offset, part, blocks, scales, out)
+            quantise_kernel.encode(jobs)
+            assert torch.equal(around[..., 3:-5].cpu(), wanted.view(torch.uint8))
+            assert not around[..., :3].any()
+            assert not around[..., -5:].any()
+
+
+def test_what_the_launches_cannot_compute_is_left_to_torch():
+    device = torch.device("cuda:0")
+    whole = Box(offset=(0, 0), shape=(64, 96))
+    grid = torch.zeros(1, 1, device=device)
+    weight = torch.zeros(64, 96, dtype=torch.bfloat16, device=device)
+    blocks, jobs = Blocks.of((64, 96), Fp8Blocks()), Jobs(Fp8Blocks(), device)
+    assert not jobs.takes(None, torch.bfloat16, (0, 0), whole, blocks, grid)  # values that are computed
+    assert not jobs.takes(weight, torch.float32, (0, 0), whole, blocks, grid)  # of another dtype
+    assert not jobs.takes(weight.cpu(), torch.bfloat16, (0, 0), whole, blocks, grid)
+    turned = torch.zeros(96, 64, dtype=torch.bfloat16, device=device).T
+    assert not jobs.takes(turned, torch.bfloat16, (0, 0), whole, blocks, grid)
+    odd = Blocks.of((640, 960), Fp8Blocks(block=100))
+    assert not jobs.takes(weight, torch.bfloat16, (0, 0), whole, odd, torch.zeros(7, 10, device=device))
+    assert not jobs
