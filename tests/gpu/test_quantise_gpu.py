@@ -35,7 +35,7 @@ def weight_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     weight = torch.randn(shape, generator=generator) * spread
     weight[..., 3, :] = 0
     weight[..., 5, :] = torch.arange(shape[-1]) / 16
-    return weight.to(dtype)
+    return weight.clamp(-60_000, 60_000).to(dtype)  # finite in float16
 
 
 def halves(shape: tuple[int, ...], dim: int, at: int) -> list[Box]:

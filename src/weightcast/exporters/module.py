@@ -186,7 +186,7 @@ class NamedExporter(GatheringExporter):
             self._merger.plan(layouts if use.copies else (), group, self.sources, sums=use.sums)
         if self._quantiser is not None:
             for layout in layouts:
-                self._quantiser.plan(layout)
+                self._quantiser.plan(layout, group.device)
         super().plan(layouts, group, use)
 
     @contextmanager

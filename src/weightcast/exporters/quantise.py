@@ -164,9 +164,16 @@ class Quantiser:
             self._overall[source] = found[self._form.joined(self._wide[source].name)]
             self._form.finish(grid, self._overall[source])
 
-    def plan(self, layout: BucketLayout) -> None:
-        """Works out which scales a bucket needs."""
-        self._wanted(layout)
+    def plan(self, layout: BucketLayout, device: torch.device) -> None:
+        """Works out which scales a bucket needs, and compiles what computes them on a GPU."""
+        jobs = Jobs(self._form, device)
+        for source in self._wanted(layout):
+            for held in self._local(source):
+                jobs.expect(held.memory, self._wide[source].torch_dtype, self._blocks[source])
+        if jobs:
+            from weightcast.exporters import quantise_kernel
+
+            quantise_kernel.prepare(jobs)
 
     def _wanted(self, layout: BucketLayout) -> Mapping[int, tuple[int, int]]:
         """First and end index, in the grid's dimension 0, of the scales that a bucket needs, by source."""

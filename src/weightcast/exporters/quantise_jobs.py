@@ -140,14 +140,8 @@ class Jobs:
             grid: The weight's whole grid, float32, contiguous.
             out: Where the box goes; None to measure it.
         """
-        if not self._here or memory is None or memory.dtype != dtype or memory.device != self.device:
-            return False
-        if dtype not in _WORDS or memory.stride(-1) != 1 or (out is not None and out.stride(-1) != 1):
-            return False
-        if blocks not in self._tilings:
-            self._tilings[blocks] = Tiling.of(blocks)
-        tiling = self._tilings[blocks]
-        if tiling is None:
+        tiling = self._tiling(memory, dtype, blocks)
+        if tiling is None or memory is None or (out is not None and out.stride(-1) != 1):
             return False
         jobs = self._jobs.setdefault((tiling, dtype), [])
         (rows, columns), matrix = box.shape[-2:], grid.shape[-2] * grid.shape[-1]
@@ -173,6 +167,22 @@ class Jobs:
                 )
             )
         return True
+
+    def expect(self, memory: torch.Tensor | None, dtype: torch.dtype, blocks: Blocks) -> None:
+        """Adds the kind of launch that a part will need, and no job."""
+        tiling = self._tiling(memory, dtype, blocks)
+        if tiling is not None:
+            self._jobs.setdefault((tiling, dtype), [])
+
+    def _tiling(self, memory: torch.Tensor | None, dtype: torch.dtype, blocks: Blocks) -> Tiling | None:
+        """The tiles for a part; None if it cannot be computed here."""
+        if not self._here or memory is None or memory.dtype != dtype or memory.device != self.device:
+            return None
+        if dtype not in _WORDS or memory.stride(-1) != 1:
+            return None
+        if blocks not in self._tilings:
+            self._tilings[blocks] = Tiling.of(blocks)
+        return self._tilings[blocks]
 
     def __bool__(self) -> bool:
         return bool(self._jobs)

@@ -20,6 +20,17 @@ _MOST_JOBS = 65_535  # of a launch: CUDA's limit for a grid's second dimension
 _NUM_WARPS = 8
 
 
+def prepare(jobs: Jobs) -> None:
+    """Compiles the launches that these kinds of jobs need, or loads them from Triton's cache on disk."""
+    for tiling, dtype, _ in jobs.each():
+        x, scale = torch.zeros(1, dtype=dtype, device=jobs.device), torch.ones(1, device=jobs.device)
+        out = torch.empty(1, dtype=torch.uint8, device=jobs.device)
+        job = Job(x.data_ptr(), 1, 0, 0, 1, 1, scale.data_ptr(), 1, out.data_ptr(), 1, 0)
+        _launch(_encode_tiles, [job], tiling, dtype, jobs.device, MULTIPLIES=jobs.multiplies)
+        for joined in (False, True):
+            _launch(_measure_tiles, [job], tiling, dtype, jobs.device, JOINED=joined)
+
+
 def measure(jobs: Jobs) -> None:
     """Writes the largest magnitude in each block of the parts to their grids, which are 0 before."""
     for tiling, dtype, parts in jobs.each():
