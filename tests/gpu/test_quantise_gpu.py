@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 import torch
+from torch import nn
 
+from tests.gpu.test_exporters_gpu import export
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise_jobs import Jobs
 from weightcast.exporters.scale_blocks import Blocks
 from weightcast.wire.box import Box, slices
@@ -68,7 +73,7 @@ def encoded_by_torch(form: Fp8Format, weight: torch.Tensor, blocks: Blocks, grid
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_parts_have_the_scales_and_bytes_that_torch_computes_on_a_cpu(form, shape, dtype):
-    from weightcast.exporters import quantise_kernel
+    from weightcast.exporters.quantise_kernel import Launches
 
     if len(shape) > 2 and not form.stacks:
         pytest.skip("this format has no scales for stacked matrices")
@@ -88,24 +93,47 @@ def test_parts_have_the_scales_and_bytes_that_torch_computes_on_a_cpu(form, shap
                 for memory, part in zip(memories, parts, strict=True)
             ]
             grid = torch.zeros(blocks.grid_shape, device=device)
-            jobs = Jobs(form, device)
+            jobs = Jobs(form, device, grid.data_ptr())
             for part, memory in zip(parts, memories, strict=True):
                 assert jobs.takes(memory, dtype, part.offset, part, blocks, grid)
-            quantise_kernel.measure(jobs)
+            Launches(jobs).measure(grid.data_ptr())
             assert torch.equal(grid.cpu(), wanted_grid)
             scales = wanted_grid.clone()
             form.finish(scales)
             wanted = encoded_by_torch(form, weight, blocks, scales)
             scales = scales.to(device)
             around = torch.zeros((*shape[:-1], shape[-1] + 8), dtype=torch.uint8, device=device)
-            jobs = Jobs(form, device)
+            jobs = Jobs(form, device, scales.data_ptr(), around.data_ptr())
             for part, memory in zip(parts, memories, strict=True):
                 out = around.view(FP8)[..., 3:-5][slices(part, (0,) * len(shape))]
                 assert jobs.takes(memory, dtype, part.offset, part, blocks, scales, out)
-            quantise_kernel.encode(jobs)
+            Launches(jobs).encode(scales.data_ptr(), around.data_ptr())
             assert torch.equal(around[..., 3:-5].cpu(), wanted.view(torch.uint8))
             assert not around[..., :3].any()
             assert not around[..., -5:].any()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_update_after_update_has_the_bytes_that_a_cpu_computes(form):
+    """Aligned parts, launches that come again, and weights that move in between."""
+    sizes = [(384, 640), (256, 512), (4096, 1024)]
+    model = nn.ModuleDict({f"a{n}_proj": nn.Linear(wide, high, bias=False) for n, (high, wide) in enumerate(sizes)})
+    model, device, cpu = model.bfloat16().to("cuda:0"), torch.device("cuda:0"), torch.device("cpu")
+    exporter = ModuleExporter(model, quantise=form)
+    for number, moves in enumerate((False, False, True, False)):
+        with torch.no_grad():
+            for weight in model.parameters():
+                value = weight_of(tuple(weight.shape), torch.bfloat16).roll(number).to(device)
+                if moves:
+                    weight.set_(value)
+                else:
+                    weight.copy_(value)
+        got = export(exporter, TrainerGroup.connect(device, timeout_s=5), 1 << 20)
+        copy = ModuleExporter(deepcopy(model).to(cpu), quantise=form)
+        wanted = export(copy, TrainerGroup.connect(cpu, timeout_s=5), 1 << 20)
+        assert got.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8)), (name, number)
 
 
 def test_what_the_launches_cannot_compute_is_left_to_torch():

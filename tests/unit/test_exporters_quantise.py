@@ -1,6 +1,7 @@
 """Quantised exports equal an independent reference bit for bit, in every format; with real gloo ranks."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.clock import AMPLE_S
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export, raw
+from tests.unit.launches_on_cpu import launches_on_cpu
 from tests.unit.ranks import Ranks
 from tests.unit.sharded_experts import SIZES, sharded_experts
 from weightcast.comm.trainer_group import TrainerGroup
@@ -280,10 +282,12 @@ def export_case(case: dict) -> list[str]:
         want |= in_format(case["form"], f"t{number}", whole.to(case["wire_dtype"] or case["dtype"]))
     exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], quantise=case["form"])
     wrong: list[str] = []
-    for _ in range(2):
-        got = export(exporter, group, bucket_bytes=case["bucket_bytes"])
-        assert set(got) == (set(want) if group.rank in group.receivers else set())
-        wrong += [name for name in got if got[name] != want[name]]
+    for launches in (nullcontext(), launches_on_cpu()):
+        with launches:
+            for _ in range(2):
+                got = export(exporter, group, bucket_bytes=case["bucket_bytes"])
+                assert set(got) == (set(want) if group.rank in group.receivers else set())
+                wrong += [name for name in got if got[name] != want[name]]
     return wrong
 
 
@@ -355,3 +359,29 @@ def test_sharded_experts_have_the_same_scales_as_whole_ones(four, form, experts_
 @given(case=cases([(4,), (2, 2), (1, 4), (4, 1)]))
 def test_many_shards_that_cut_through_blocks_change_nothing(four, case):
     assert four.run(export_case, case) == [[]] * 4
+
+
+def weights_like(model: nn.Module, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(weight.shape, generator=generator).to(weight.dtype) for weight in model.parameters()]
+
+
+def exported(model: nn.Module, form: Fp8Format) -> dict[str, bytes]:
+    return export(ModuleExporter(model, quantise=form), ALONE, bucket_bytes=30_000)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
+def test_launches_are_made_once_for_weights_that_stay_where_they_are(form):
+    model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
+    exporter = ModuleExporter(model, quantise=form)
+    for number, moves in enumerate((False, False, True, False)):
+        with torch.no_grad():
+            for weight, value in zip(model.parameters(), weights_like(model, number), strict=True):
+                if moves:
+                    weight.set_(value.clone())
+                else:
+                    weight.copy_(value)
+        with launches_on_cpu() as made:
+            got = export(exporter, ALONE, bucket_bytes=30_000)
+            assert bool(made) == (number == 0 or moves)
+        assert got == exported(model, form)

@@ -21,7 +21,7 @@ from weightcast.digest.source_sums import Folded, SourceSums, Taker
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
-from weightcast.exporters.held_parts import Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
+from weightcast.exporters.held_parts import Batch, Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
 from weightcast.exporters.own_parts import OwnMemory, OwnParts
 from weightcast.exporters.ownership import Shared
 from weightcast.protocols import BucketUse
@@ -40,11 +40,19 @@ class Gatherer:
         local: The parts that this rank holds now of the tensor with this number.  Called anew for every bucket.
         shared: The parts that all ranks hold.  Several ranks may hold replicas of a part.
         watch: A quicker way than ``local`` to parts that lie in memory; None if there is none.
+        batch: A quicker way to write parts that do not; None if there is none.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        local: Local,
+        shared: Shared,
+        watch: Watch | None = None,
+        batch: Batch | None = None,
+    ) -> None:
         self._specs = tuple(specs)
-        self._held = HeldParts(self._specs, local, watch)
+        self._held = HeldParts(self._specs, local, watch, batch)
         self._shared = shared
         self._group: TrainerGroup | None = None
         self._plans: dict[int, tuple[GatherPlan, OwnParts]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -38,6 +38,13 @@ class Held(Protocol):
         """Writes a box inside the part to ``out``: shape ``box.shape``, any strides, the wire dtype."""
         ...
 
+
+# A box of a part, and where its values go: the arguments of ``Held.write``.
+Write = tuple[Held, Box, torch.Tensor]
+
+# Writes some boxes into a bucket, in a quicker way than one after the other.  The object stays the same as long as they
+# are the same boxes for the same places of the bucket; they are only looked up if that is necessary.
+Batch = Callable[[Bucket, object, Callable[[], list[Write]]], None]
 
 # The parts that this rank holds now of the tensor with this number.
 Local = Callable[[int], Sequence[Held]]
@@ -99,29 +106,14 @@ class Computed:
     def memory(self) -> torch.Tensor | None:
         return None
 
-    @staticmethod
-    def write_together(writes: Sequence[tuple[Any, Box, torch.Tensor]]) -> None:
-        """Writes a box of each of many parts of one class, as ``write`` does; a class may have a faster way."""
-        for held, box, out in writes:
-            held.write(box, out)
-
-
-def write_all(writes: Sequence[tuple[Held, Box, torch.Tensor]]) -> None:
-    """Writes a box of each part to a tensor: ``Held.write``."""
-    together: dict[type[Computed], list[tuple[Held, Box, torch.Tensor]]] = {}
-    for held, box, out in writes:
-        if isinstance(held, Computed):
-            together.setdefault(type(held), []).append((held, box, out))
-        else:
-            held.write(box, out)
-    for kind, some in together.items():
-        kind.write_together(some)
-
 
 class HeldParts:
     """Finds the parts that this rank holds by the names of their tensors."""
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, watch: Watch | None) -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], local: Local, watch: Watch | None, batch: Batch | None = None
+    ) -> None:
+        self._batch = batch
         self.number = {spec.name: number for number, spec in enumerate(specs)}
         self.local = local
         self.watches = watch is not None
@@ -133,6 +125,14 @@ class HeldParts:
             if contains(held.box, box):
                 return held
         raise ConfigError(f"{name}: the model has been sharded anew since the exporter was prepared")
+
+    def write_all(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Writes some boxes into a bucket; ``key`` as for ``Batch``."""
+        if self._batch is not None:
+            self._batch(bucket, key, writes)
+            return
+        for held, box, out in writes():
+            held.write(box, out)
 
     def watch(self, sources: Sequence[int]) -> Watched:
         """Watches the sources of these numbers."""

@@ -168,11 +168,15 @@ class NamedExporter(GatheringExporter):
         self._specs = tuple(specs if quantise is None else quantised_specs(specs, quantise))
         check_names(spec.name for spec in self._specs)
         shared = SharedParts(self._tensors, self._arranged, specs, travelling=self._specs, computed=self._merger.merges)
-        self._quantiser = Quantiser(specs, self._local, shared, quantise) if quantise is not None else None
-        if self._quantiser is None:
-            self._gatherer = Gatherer(self._specs, self._local, shared, self._tensors.watch)
+        watch = self._tensors.watch
+        self._quantiser: Quantiser | None = None
+        if quantise is None:
+            self._gatherer = Gatherer(self._specs, self._local, shared, watch)
         else:
-            self._gatherer = Gatherer(self._specs, self._quantiser.local, self._quantiser, self._tensors.watch)
+            self._quantiser = quantiser = Quantiser(
+                specs, self._local, shared, quantise, watch=lambda layout: watch(self.sources(layout))
+            )
+            self._gatherer = Gatherer(self._specs, quantiser.local, quantiser, watch, quantiser.write)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
 

@@ -18,7 +18,7 @@ from weightcast.digest.source_sums import Taker
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
-from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, region, to_sum, write_all
+from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, Write, region, to_sum
 from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.box import Box, contiguous_strides, slices, split
 from weightcast.wire.bucket import Bucket
@@ -239,15 +239,16 @@ class OwnParts:
             return self._by_slot(sums)
         self._seen = (steps.sources, found) if taker is not None else ([], None)
         _copy_plainly(steps, found, bucket)
-        write_all(
-            [
-                (self._held.find(own.slot.spec.name, own.box), own.box, region(bucket, own.slot, own.box))
-                for own in steps.rest
-            ]
-        )
+        if steps.rest:
+            self._held.write_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
         if taker is not None:
             steps.computed.take(bucket, taker)
         return None
+
+    def _writes(self, parts: Sequence[OwnPart], bucket: Bucket) -> list[Write]:
+        return [
+            (self._held.find(own.slot.spec.name, own.box), own.box, region(bucket, own.slot, own.box)) for own in parts
+        ]
 
     def sum_in_place(self, taker: Taker, *, summed_on_the_way: bool) -> None:
         """Sums the parts where they lie; ``summed_on_the_way`` if all values were summed while they were copied."""

@@ -17,13 +17,15 @@ import torch
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
-from weightcast.exporters.held_parts import Computed, Held, Local
+from weightcast.exporters.held_parts import Computed, Held, Local, Watched, Write
 from weightcast.exporters.lora import CHUNK_ELEMENTS
 from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.ownership import Shared, SharedPart
-from weightcast.exporters.quantise_jobs import Jobs
+from weightcast.exporters.quantise_jobs import Jobs, launches_on
+from weightcast.exporters.quantise_steps import ScaleCopy, Steps
 from weightcast.exporters.scale_blocks import Blocks, spreads, whole_box
 from weightcast.wire.box import Box, intersection, slices
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 __all__ = ["Fp8Blocks", "Fp8Channels", "Fp8Format", "Fp8Tensors", "Mxfp8", "Nvfp4", "Quantiser", "quantised_specs"]
@@ -63,8 +65,18 @@ def _expanded(specs: Sequence[TensorSpec], form: Fp8Format) -> list[tuple[Tensor
 class Quantiser:
     """Quantises parts of tensors as a gatherer asks for them; ``self.specs`` are the travelling tensors."""
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, form: Fp8Format) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        local: Local,
+        shared: Shared,
+        form: Fp8Format,
+        watch: Callable[[BucketLayout], Watched],
+    ) -> None:
+        """``watch`` watches the memory that a bucket's values are computed from; the others are a gatherer's."""
         self._wide = tuple(specs)
+        self._watch = watch
+        self._steps: dict[int, Steps] = {}
         self._local = local
         self._form = form
         expanded = _expanded(specs, form)
@@ -80,7 +92,10 @@ class Quantiser:
         self._group: TrainerGroup | None = None
         self._split: set[int] = set()
         self._ranges: dict[int, tuple[BucketLayout, Mapping[int, tuple[int, int]]]] = {}
-        # For the bucket that is being filled, by source.
+        # For the bucket that is being filled.
+        self._scales = torch.empty(0)
+        self._now: Steps | None = None
+        # By source.
         self._grids: dict[int, torch.Tensor] = {}
         self._overall: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Sequence[Held]] = {}
@@ -137,19 +152,14 @@ class Quantiser:
         shapes = {source: self._blocks[source].grid_shape for source in wanted}
         scales = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float32, device=group.device)
         parts = scales.split([math.prod(shape) for shape in shapes.values()])
-        self._parts = {source: self._local(source) for source in wanted}
+        self._scales = scales
         self._grids = {source: part.view(shapes[source]) for source, part in zip(wanted, parts, strict=True)}
-        shared: list[torch.Tensor] = []
-        jobs = Jobs(self._form, group.device)
-        for source, (first, last) in wanted.items():
-            grid = self._grids[source]
-            self._measure(source, grid, first, last, jobs)
-            if source in self._split:
-                shared.append(grid[first:last])
-        if jobs:
-            from weightcast.exporters import quantise_kernel
-
-            quantise_kernel.measure(jobs)
+        self._now = self._steps_of(layout, group.device)
+        if self._now is not None and self._now.measuring is not None:
+            self._now.measuring.measure(scales.data_ptr())
+        else:
+            self._measure_all(wanted, scales)
+        shared = [self._grids[source][first:last] for source, (first, last) in wanted.items() if source in self._split]
         most = self._most_of_joined(wanted, group.device)
         if most.numel():
             shared.append(most)
@@ -163,6 +173,29 @@ class Quantiser:
         for source, grid in self._grids.items():
             self._overall[source] = found[self._form.joined(self._wide[source].name)]
             self._form.finish(grid, self._overall[source])
+
+    def _steps_of(self, layout: BucketLayout, device: torch.device) -> Steps | None:
+        """What is remembered of a bucket; None where nothing is."""
+        if not launches_on(device):
+            return None
+        steps = self._steps.get(layout.index)
+        if steps is None or steps.layout != layout:
+            steps = self._steps[layout.index] = Steps(layout, self._watch(layout))
+        steps.look()
+        return steps
+
+    def _measure_all(self, wanted: Mapping[int, tuple[int, int]], scales: torch.Tensor) -> None:
+        self._parts = {source: self._local(source) for source in wanted}
+        jobs = Jobs(self._form, scales.device, scales.data_ptr())
+        taken = [self._measure(source, first, last, jobs) for source, (first, last) in wanted.items()]
+        if not jobs:
+            return
+        from weightcast.exporters.quantise_kernel import Launches
+
+        launches = Launches(jobs)
+        launches.measure(scales.data_ptr())
+        if self._now is not None and all(taken):
+            self._now.measuring = launches
 
     def plan(self, layout: BucketLayout, device: torch.device) -> None:
         """Works out which scales a bucket needs, and compiles what computes them on a GPU."""
@@ -197,8 +230,35 @@ class Quantiser:
         self._ranges[layout.index] = layout, wanted
         return wanted
 
+    def write(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Implements ``held_parts.Batch`` for the bucket that ``begin`` was called for."""
+        steps, scales = self._now, self._scales
+        if steps is not None and steps.write(key, bucket, scales, self._form):
+            return
+        jobs = Jobs(self._form, bucket.data.device, scales.data_ptr(), bucket.data.data_ptr())
+        copies: list[ScaleCopy] = []
+        others = False
+        for held, box, out in writes():
+            if isinstance(held, _Quantised) and held.is_among(jobs, box, out):
+                continue
+            held.write(box, out)
+            if isinstance(held, _Scales):
+                copies.append(ScaleCopy.of(held.part(box), out, bucket))
+            else:
+                others = True
+        if not jobs:
+            return
+        from weightcast.exporters.quantise_kernel import Launches
+
+        launches = Launches(jobs)
+        launches.encode(scales.data_ptr(), bucket.data.data_ptr())
+        if steps is not None and not others:
+            steps.remember(key, launches, copies)
+
     def end(self) -> None:
         """Frees the scales."""
+        self._scales = torch.empty(0)
+        self._now = None
         self._grids = {}
         self._overall = {}
         self._parts = {}
@@ -255,9 +315,10 @@ class Quantiser:
     def _overall_of(self, source: int) -> torch.Tensor | None:
         return self._overall.get(source)
 
-    def _measure(self, source: int, grid: torch.Tensor, first: int, last: int, jobs: Jobs) -> None:
-        """Writes the maxima of this rank's parts into some rows of a grid, at once or among the jobs."""
-        blocks, spec = self._blocks[source], self._wide[source]
+    def _measure(self, source: int, first: int, last: int, jobs: Jobs) -> bool:
+        """Writes the maxima of this rank's parts into some rows of a grid; True if all are among the jobs instead."""
+        blocks, spec, grid = self._blocks[source], self._wide[source], self._grids[source]
+        taken = True
         step = blocks.rows if len(spec.shape) == 2 else 1
         rows = first * step, min(last * step, spec.num_rows)
         needed = Box(offset=(rows[0], *(0 for _ in spec.shape[1:])), shape=(rows[1] - rows[0], *spec.shape[1:]))
@@ -265,10 +326,12 @@ class Quantiser:
             common = intersection(held.box, needed)
             if common is None or jobs.takes(held.memory, spec.torch_dtype, held.box.offset, common, blocks, grid):
                 continue
+            taken = False
             for piece in blocks.pieces(common, _chunk(held)):
                 x = _values(held, piece, spec.torch_dtype, grid.device)
                 found = grid[slices(blocks.touched(piece), (0,) * grid.dim())]
                 torch.maximum(found, blocks.maxima(x, piece), out=found)
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,18 +346,13 @@ class _Scales(Computed):
 
     @property
     def origin(self) -> torch.Tensor:
-        return self._part(self.box)
-
-    @staticmethod
-    def write_together(writes: Sequence[tuple[_Scales, Box, torch.Tensor]]) -> None:
-        """As of every computed part; the copies are few launches on a GPU."""
-        outs = [out for _, _, out in writes]
-        torch._foreach_copy_(outs, [scales.form.stored(scales._part(box)) for scales, box, _ in writes])  # pyright: ignore[reportPrivateUsage]
+        return self.part(self.box)
 
     def write(self, box: Box, out: torch.Tensor) -> None:
-        out.copy_(self.form.stored(self._part(box)))
+        out.copy_(self.form.stored(self.part(box)))
 
-    def _part(self, box: Box) -> torch.Tensor:
+    def part(self, box: Box) -> torch.Tensor:
+        """A view of the bucket's scales."""
         return self.grid(self.source).view(self.blocks.scales)[slices(box, (0,) * len(box.shape))]
 
 
@@ -333,20 +391,10 @@ class _Quantised(Computed):
     def origin(self) -> torch.Tensor:
         return self.held.origin
 
-    @staticmethod
-    def write_together(writes: Sequence[tuple[_Quantised, Box, torch.Tensor]]) -> None:
-        """Writes many boxes, those that lie on a GPU in one launch."""
-        jobs: Jobs | None = None
-        for part, box, out in writes:
-            if jobs is None:
-                jobs = Jobs(part.form, out.device)
-            grid, blocks, held = part.grid(part.source), part.blocks, part.held
-            if not jobs.takes(held.memory, part.dtype, held.box.offset, box, blocks, grid, out):
-                part.write(box, out)
-        if jobs:
-            from weightcast.exporters import quantise_kernel
-
-            quantise_kernel.encode(jobs)
+    def is_among(self, jobs: Jobs, box: Box, out: torch.Tensor) -> bool:
+        """Adds a box to the jobs, if they take it."""
+        held = self.held
+        return jobs.takes(held.memory, self.dtype, held.box.offset, box, self.blocks, self.grid(self.source), out)
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         grid, overall, packs = self.grid(self.source), self.overall(self.source), self.form.packs

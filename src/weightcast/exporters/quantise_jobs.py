@@ -18,13 +18,14 @@ from weightcast.wire.box import Box
 _WORDS = (torch.bfloat16, torch.float16, torch.float32)
 _TILE = 128
 _FLAT_TILE = 32, 512  # where a row has one scale
+ALIGNMENT = 16
 _SMALLEST = 16  # rows or columns of a block that is smaller than a tile
 # Older GPUs cannot convert to float8_e4m3fn.
 _CAPABILITY = 8, 9
 
 
 class Job(NamedTuple):
-    """A part of one matrix, as the kernel reads it.  Addresses are in bytes, strides in elements.
+    """A part of one matrix, as the kernel reads it.  Addresses and offsets are in bytes, strides in elements.
 
     Attributes:
         x: Address of the part's first value.
@@ -33,9 +34,9 @@ class Job(NamedTuple):
         first_column: Its column there.
         rows: Rows of the part.
         columns: Columns of the part.
-        scales: Address of the scale of the matrix's first block, float32.
+        scales: Place of the scale of the matrix's first block, float32, after the first scale of the bucket.
         scales_stride: From row to row of the scales.
-        out: Address to which the part goes in 8-bit floats; 0 if it does not.
+        out: Place to which the part goes in 8-bit floats, after the bucket's first byte; 0 if it is only measured.
         out_stride: From row to row there.
         joined: 1 if other parts may have values of the same blocks.
     """
@@ -51,6 +52,11 @@ class Job(NamedTuple):
     out: int
     out_stride: int
     joined: int
+
+    def is_aligned(self, itemsize: int) -> bool:
+        """True if values of this size can be read and written 16 bytes at a time."""
+        sizes = self.x | self.stride * itemsize | self.out | self.out_stride | self.first_column | self.columns
+        return sizes % ALIGNMENT == 0
 
 
 class Tiling(NamedTuple):
@@ -103,6 +109,11 @@ def _in_tile(block: int, extent: int, tile: int) -> int:
     return block if fits else 0
 
 
+def launches_on(device: torch.device) -> bool:
+    """True where parts are quantised in launches of our own."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
 class Jobs:
     """Parts to be measured, or to be encoded, on one GPU.  False if there are none.
 
@@ -111,11 +122,14 @@ class Jobs:
         multiplies: As of the format.
     """
 
-    def __init__(self, form: Fp8Format, device: torch.device) -> None:
+    def __init__(self, form: Fp8Format, device: torch.device, scales: int = 0, out: int = 0) -> None:
+        """Takes the addresses of the bucket's first scale and first byte."""
+        self._scales = scales
+        self._out = out
         self.device = device
         self.multiplies = form.multiplies
         plain = form.packs == 1 and form.weight_dtype == FP8 and not form.overall_suffix
-        self._here = plain and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+        self._here = plain and launches_on(device)
         self._jobs: dict[tuple[Tiling, torch.dtype], list[Job]] = {}
         self._tilings: dict[Blocks, Tiling | None] = {}
 
@@ -137,8 +151,8 @@ class Jobs:
             first: Place of ``memory`` in the weight.
             box: What is to be computed, in elements of the weight; it is inside the part.
             blocks: The weight's blocks.
-            grid: The weight's whole grid, float32, contiguous.
-            out: Where the box goes; None to measure it.
+            grid: The weight's whole grid among the bucket's scales, float32, contiguous.
+            out: Where the box goes in the bucket; None to measure it.
         """
         tiling = self._tiling(memory, dtype, blocks)
         if tiling is None or memory is None or (out is not None and out.stride(-1) != 1):
@@ -159,9 +173,9 @@ class Jobs:
                     first_column=column,
                     rows=rows,
                     columns=columns,
-                    scales=grid.data_ptr() + index * matrix * grid.element_size(),
+                    scales=grid.data_ptr() - self._scales + index * matrix * grid.element_size(),
                     scales_stride=grid.shape[-1],
-                    out=0 if out is None else out.data_ptr() + (number * out.stride(0) if stacked else 0),
+                    out=0 if out is None else out.data_ptr() - self._out + (number * out.stride(0) if stacked else 0),
                     out_stride=0 if out is None else out.stride(-2),
                     joined=joined,
                 )
