@@ -175,7 +175,7 @@ class Quantiser:
             self._form.finish(grid, self._overall[source])
 
     def _steps_of(self, layout: BucketLayout, device: torch.device) -> Steps | None:
-        """What is remembered of a bucket; None where nothing is."""
+        """The launches of a bucket that are remembered; None where there are none."""
         if not launches_on(device):
             return None
         steps = self._steps.get(layout.index)

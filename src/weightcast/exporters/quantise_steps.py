@@ -1,4 +1,4 @@
-"""What is remembered of a bucket that a GPU quantises: its launches hold while its weights lie where they lay."""
+"""The launches with which a GPU quantises a bucket: they hold while the bucket's weights lie where they lay."""
 
 from __future__ import annotations
 
