@@ -17,7 +17,7 @@ from weightcast.exporters.quantise_jobs import ALIGNMENT, Job, Jobs, Tiling
 _FIELDS = tl.constexpr(len(Job._fields))
 _MOST = tl.constexpr(448.0)  # of float8_e4m3fn
 _MOST_JOBS = 65_535  # of a launch: CUDA's limit for a grid's second dimension
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 
 
 class Launches:
