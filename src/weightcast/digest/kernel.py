@@ -269,7 +269,9 @@ def _sum_narrow(
     return tl.sum(sums)
 
 
-@triton.jit
+# A slice of the tiles may begin anywhere.  Triton would compile a kernel for those that begin at an odd tile, a second
+# and a half in the middle of an update.
+@triton.jit(do_not_specialize=["tiles"])
 def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
     program = tl.program_id(0)
     tile = tl.load(tiles + 2 * program + 1).to(tl.int64)

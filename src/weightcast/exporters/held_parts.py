@@ -42,10 +42,6 @@ class Held(Protocol):
 # A box of a part, and where its values go: the arguments of ``Held.write``.
 Write = tuple[Held, Box, torch.Tensor]
 
-# Writes some boxes into a bucket, in a quicker way than one after the other.  The object stays the same as long as they
-# are the same boxes for the same places of the bucket; they are only looked up if that is necessary.
-Batch = Callable[[Bucket, object, Callable[[], list[Write]]], None]
-
 # The parts that this rank holds now of the tensor with this number.
 Local = Callable[[int], Sequence[Held]]
 
@@ -97,6 +93,22 @@ class InMemory:
         out.copy_(self.memory[slices(box, self.box.offset)])
 
 
+class Batch(Protocol):
+    """Writes boxes into a bucket in a quicker way than one after the other.
+
+    ``key`` stays the same object as long as they are the same boxes for the same places of the bucket, and ``writes``
+    looks them up, only if that is necessary.
+    """
+
+    def prepare(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Works out what ``write`` needs to know, without reading values.  The bucket stays as it is."""
+        ...
+
+    def write(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Writes the boxes."""
+        ...
+
+
 class Computed:
     """Base of parts whose values are computed when they are written, so that they lie nowhere in memory."""
 
@@ -126,10 +138,15 @@ class HeldParts:
                 return held
         raise ConfigError(f"{name}: the model has been sharded anew since the exporter was prepared")
 
-    def write_all(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
-        """Writes some boxes into a bucket; ``key`` as for ``Batch``."""
+    def prepare_all(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Prepares ``write_all``, as ``Batch.prepare``."""
         if self._batch is not None:
-            self._batch(bucket, key, writes)
+            self._batch.prepare(bucket, key, writes)
+
+    def write_all(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Writes some boxes into a bucket, as ``Batch.write``."""
+        if self._batch is not None:
+            self._batch.write(bucket, key, writes)
             return
         for held, box, out in writes():
             held.write(box, out)

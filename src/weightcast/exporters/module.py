@@ -176,7 +176,7 @@ class NamedExporter(GatheringExporter):
             self._quantiser = quantiser = Quantiser(
                 specs, self._local, shared, quantise, watch=lambda layout: watch(self.sources(layout))
             )
-            self._gatherer = Gatherer(self._specs, quantiser.local, quantiser, watch, quantiser.write)
+            self._gatherer = Gatherer(self._specs, quantiser.local, quantiser, watch, quantiser)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
 

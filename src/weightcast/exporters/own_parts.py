@@ -213,6 +213,9 @@ class OwnParts:
             steps, found = self._copy_steps(device, frozenset(lent))
             if steps.summed is not None and data is not None:
                 steps.launches.prepare(*_placing(steps.summed, found, data.data_ptr()))
+            if steps.rest and data is not None:
+                bucket = Bucket(self._layout, data)
+                self._held.prepare_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
             summed = not steps.lent and not steps.copies and not steps.rest
         if sums and not summed:
             steps, found = self._sum_steps()

@@ -9,7 +9,7 @@ on every mesh, and a half or a quarter of the size of bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,11 +149,7 @@ class Quantiser:
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
         wanted = self._wanted(layout)
-        shapes = {source: self._blocks[source].grid_shape for source in wanted}
-        scales = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float32, device=group.device)
-        parts = scales.split([math.prod(shape) for shape in shapes.values()])
-        self._scales = scales
-        self._grids = {source: part.view(shapes[source]) for source, part in zip(wanted, parts, strict=True)}
+        scales = self._make_grids(wanted, group.device)
         self._now = self._steps_of(layout, group.device)
         if self._now is not None and self._now.measuring is not None:
             self._now.measuring.measure(scales.data_ptr())
@@ -174,6 +170,14 @@ class Quantiser:
             self._overall[source] = found[self._form.joined(self._wide[source].name)]
             self._form.finish(grid, self._overall[source])
 
+    def _make_grids(self, sources: Iterable[int], device: torch.device) -> torch.Tensor:
+        """Makes the grids of a bucket, and returns all of their elements as one tensor of zeros."""
+        shapes = {source: self._blocks[source].grid_shape for source in sources}
+        self._scales = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float32, device=device)
+        parts = self._scales.split([math.prod(shape) for shape in shapes.values()])
+        self._grids = {source: part.view(shape) for (source, shape), part in zip(shapes.items(), parts, strict=True)}
+        return self._scales
+
     def _steps_of(self, layout: BucketLayout, device: torch.device) -> Steps | None:
         """The launches of a bucket that are remembered; None where there are none."""
         if not launches_on(device):
@@ -187,7 +191,7 @@ class Quantiser:
     def _measure_all(self, wanted: Mapping[int, tuple[int, int]], scales: torch.Tensor) -> None:
         self._parts = {source: self._local(source) for source in wanted}
         jobs = Jobs(self._form, scales.device, scales.data_ptr())
-        taken = [self._measure(source, first, last, jobs) for source, (first, last) in wanted.items()]
+        taken = [self._measure(source, *rows, jobs) for source, rows in wanted.items()]
         if not jobs:
             return
         from weightcast.exporters.quantise_kernel import Launches
@@ -198,15 +202,50 @@ class Quantiser:
             self._now.measuring = launches
 
     def plan(self, layout: BucketLayout, device: torch.device) -> None:
-        """Works out which scales a bucket needs, and compiles what computes them on a GPU."""
-        jobs = Jobs(self._form, device)
-        for source in self._wanted(layout):
-            for held in self._local(source):
-                jobs.expect(held.memory, self._wide[source].torch_dtype, self._blocks[source])
-        if jobs:
-            from weightcast.exporters import quantise_kernel
+        """Works out which scales a bucket needs, and prepares the launches of a GPU."""
+        wanted, steps = self._wanted(layout), self._steps_of(layout, device)
+        if steps is None or steps.measuring is not None:
+            return
+        jobs = Jobs(self._form, device, self._make_grids(wanted, device).data_ptr())
+        taken = [
+            jobs.takes(held.memory, self._wide[source].torch_dtype, held.box.offset, common, self._blocks[source], grid)
+            for (source, rows), grid in zip(wanted.items(), self._grids.values(), strict=True)
+            for held, common in self._common(source, *rows)
+        ]
+        self.end()
+        if not jobs:
+            return
+        from weightcast.exporters import quantise_kernel
 
-            quantise_kernel.prepare(jobs)
+        quantise_kernel.prepare(jobs)
+        if all(taken):
+            steps.measuring = quantise_kernel.Launches(jobs)
+
+    def prepare(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
+        """Implements ``held_parts.Batch``."""
+        layout, device = bucket.layout, bucket.data.device
+        steps = self._steps_of(layout, device)
+        if steps is None or self._form.overall_suffix:
+            return
+        jobs = Jobs(
+            self._form, device, self._make_grids(self._wanted(layout), device).data_ptr(), bucket.data.data_ptr()
+        )
+        others = self._sort(writes(), jobs)
+        copies = [ScaleCopy.of(held.part(box), out, bucket) for held, box, out in others if isinstance(held, _Scales)]
+        self.end()
+        if jobs and len(copies) == len(others):
+            from weightcast.exporters.quantise_kernel import Launches
+
+            steps.remember(key, Launches(jobs), copies)
+
+    @staticmethod
+    def _sort(writes: Iterable[Write], jobs: Jobs) -> list[Write]:
+        """Puts what can be quantised in launches among the jobs, and returns the others."""
+        return [
+            (held, box, out)
+            for held, box, out in writes
+            if not (isinstance(held, _Quantised) and held.is_among(jobs, box, out))
+        ]
 
     def _wanted(self, layout: BucketLayout) -> Mapping[int, tuple[int, int]]:
         """First and end index, in the grid's dimension 0, of the scales that a bucket needs, by source."""
@@ -236,23 +275,17 @@ class Quantiser:
         if steps is not None and steps.write(key, bucket, scales, self._form):
             return
         jobs = Jobs(self._form, bucket.data.device, scales.data_ptr(), bucket.data.data_ptr())
-        copies: list[ScaleCopy] = []
-        others = False
-        for held, box, out in writes():
-            if isinstance(held, _Quantised) and held.is_among(jobs, box, out):
-                continue
+        others = self._sort(writes(), jobs)
+        for held, box, out in others:
             held.write(box, out)
-            if isinstance(held, _Scales):
-                copies.append(ScaleCopy.of(held.part(box), out, bucket))
-            else:
-                others = True
         if not jobs:
             return
         from weightcast.exporters.quantise_kernel import Launches
 
         launches = Launches(jobs)
         launches.encode(scales.data_ptr(), bucket.data.data_ptr())
-        if steps is not None and not others:
+        copies = [ScaleCopy.of(held.part(box), out, bucket) for held, box, out in others if isinstance(held, _Scales)]
+        if steps is not None and len(copies) == len(others):
             steps.remember(key, launches, copies)
 
     def end(self) -> None:
@@ -317,21 +350,28 @@ class Quantiser:
 
     def _measure(self, source: int, first: int, last: int, jobs: Jobs) -> bool:
         """Writes the maxima of this rank's parts into some rows of a grid; True if all are among the jobs instead."""
-        blocks, spec, grid = self._blocks[source], self._wide[source], self._grids[source]
+        blocks, dtype, grid = self._blocks[source], self._wide[source].torch_dtype, self._grids[source]
         taken = True
-        step = blocks.rows if len(spec.shape) == 2 else 1
-        rows = first * step, min(last * step, spec.num_rows)
-        needed = Box(offset=(rows[0], *(0 for _ in spec.shape[1:])), shape=(rows[1] - rows[0], *spec.shape[1:]))
-        for held in self._parts[source]:
-            common = intersection(held.box, needed)
-            if common is None or jobs.takes(held.memory, spec.torch_dtype, held.box.offset, common, blocks, grid):
+        for held, common in self._common(source, first, last):
+            if jobs.takes(held.memory, dtype, held.box.offset, common, blocks, grid):
                 continue
             taken = False
             for piece in blocks.pieces(common, _chunk(held)):
-                x = _values(held, piece, spec.torch_dtype, grid.device)
+                x = _values(held, piece, dtype, grid.device)
                 found = grid[slices(blocks.touched(piece), (0,) * grid.dim())]
                 torch.maximum(found, blocks.maxima(x, piece), out=found)
         return taken
+
+    def _common(self, source: int, first: int, last: int) -> Iterator[tuple[Held, Box]]:
+        """This rank's parts of a weight, each with the box of it that belongs to some rows of the grid."""
+        blocks, spec = self._blocks[source], self._wide[source]
+        step = blocks.rows if len(spec.shape) == 2 else 1
+        rows = first * step, min(last * step, spec.num_rows)
+        needed = Box(offset=(rows[0], *(0 for _ in spec.shape[1:])), shape=(rows[1] - rows[0], *spec.shape[1:]))
+        for held in self._held(source):
+            common = intersection(held.box, needed)
+            if common is not None:
+                yield held, common
 
 
 @dataclass(frozen=True, slots=True)

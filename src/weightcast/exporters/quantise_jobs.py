@@ -182,12 +182,6 @@ class Jobs:
             )
         return True
 
-    def expect(self, memory: torch.Tensor | None, dtype: torch.dtype, blocks: Blocks) -> None:
-        """Adds the kind of launch that a part will need, and no job."""
-        tiling = self._tiling(memory, dtype, blocks)
-        if tiling is not None:
-            self._jobs.setdefault((tiling, dtype), [])
-
     def _tiling(self, memory: torch.Tensor | None, dtype: torch.dtype, blocks: Blocks) -> Tiling | None:
         """The tiles for a part; None if it cannot be computed here."""
         if not self._here or memory is None or memory.dtype != dtype or memory.device != self.device:
