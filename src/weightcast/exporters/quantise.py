@@ -17,7 +17,7 @@ import torch
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
-from weightcast.exporters.held_parts import Computed, Held, Local, Watched, Write
+from weightcast.exporters.held_parts import Computed, Held, InMemory, Local, Watched, Write
 from weightcast.exporters.lora import CHUNK_ELEMENTS
 from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.ownership import Shared, SharedPart
@@ -191,14 +191,14 @@ class Quantiser:
     def _measure_all(self, wanted: Mapping[int, tuple[int, int]], scales: torch.Tensor) -> None:
         self._parts = {source: self._local(source) for source in wanted}
         jobs = Jobs(self._form, scales.device, scales.data_ptr())
-        taken = [self._measure(source, *rows, jobs) for source, rows in wanted.items()]
+        known = [self._measure(source, *rows, jobs) for source, rows in wanted.items()]
         if not jobs:
             return
         from weightcast.exporters.quantise_kernel import Launches
 
         launches = Launches(jobs)
         launches.measure(scales.data_ptr())
-        if self._now is not None and all(taken):
+        if self._now is not None and all(known):
             self._now.measuring = launches
 
     def plan(self, layout: BucketLayout, device: torch.device) -> None:
@@ -209,6 +209,7 @@ class Quantiser:
         jobs = Jobs(self._form, device, self._make_grids(wanted, device).data_ptr())
         taken = [
             jobs.takes(held.memory, self._wide[source].torch_dtype, held.box.offset, common, self._blocks[source], grid)
+            and _is_watched(held)
             for (source, rows), grid in zip(wanted.items(), self._grids.values(), strict=True)
             for held, common in self._common(source, *rows)
         ]
@@ -230,10 +231,11 @@ class Quantiser:
         jobs = Jobs(
             self._form, device, self._make_grids(self._wanted(layout), device).data_ptr(), bucket.data.data_ptr()
         )
-        others = self._sort(writes(), jobs)
-        copies = [ScaleCopy.of(held.part(box), out, bucket) for held, box, out in others if isinstance(held, _Scales)]
+        parts = writes()
+        others = self._sort(parts, jobs)
+        copies = _copies(parts, others, bucket)
         self.end()
-        if jobs and len(copies) == len(others):
+        if jobs and copies is not None:
             from weightcast.exporters.quantise_kernel import Launches
 
             steps.remember(key, Launches(jobs), copies)
@@ -275,7 +277,8 @@ class Quantiser:
         if steps is not None and steps.write(key, bucket, scales, self._form):
             return
         jobs = Jobs(self._form, bucket.data.device, scales.data_ptr(), bucket.data.data_ptr())
-        others = self._sort(writes(), jobs)
+        parts = writes()
+        others = self._sort(parts, jobs)
         for held, box, out in others:
             held.write(box, out)
         if not jobs:
@@ -284,8 +287,8 @@ class Quantiser:
 
         launches = Launches(jobs)
         launches.encode(scales.data_ptr(), bucket.data.data_ptr())
-        copies = [ScaleCopy.of(held.part(box), out, bucket) for held, box, out in others if isinstance(held, _Scales)]
-        if steps is not None and len(copies) == len(others):
+        copies = _copies(parts, others, bucket)
+        if steps is not None and copies is not None:
             steps.remember(key, launches, copies)
 
     def end(self) -> None:
@@ -349,18 +352,23 @@ class Quantiser:
         return self._overall.get(source)
 
     def _measure(self, source: int, first: int, last: int, jobs: Jobs) -> bool:
-        """Writes the maxima of this rank's parts into some rows of a grid; True if all are among the jobs instead."""
+        """Writes the maxima of this rank's parts into some rows of a grid, at once or among the jobs.
+
+        Returns:
+            True if all are among the jobs, and it is noticed if one moves.
+        """
         blocks, dtype, grid = self._blocks[source], self._wide[source].torch_dtype, self._grids[source]
-        taken = True
+        known = True
         for held, common in self._common(source, first, last):
             if jobs.takes(held.memory, dtype, held.box.offset, common, blocks, grid):
+                known = known and _is_watched(held)
                 continue
-            taken = False
+            known = False
             for piece in blocks.pieces(common, _chunk(held)):
                 x = _values(held, piece, dtype, grid.device)
                 found = grid[slices(blocks.touched(piece), (0,) * grid.dim())]
                 torch.maximum(found, blocks.maxima(x, piece), out=found)
-        return taken
+        return known
 
     def _common(self, source: int, first: int, last: int) -> Iterator[tuple[Held, Box]]:
         """This rank's parts of a weight, each with the box of it that belongs to some rows of the grid."""
@@ -469,6 +477,19 @@ class _Quantised(Computed):
         x = x.float() if x.dtype.itemsize > 4 else x
         q = torch.mul(x, 1.0 / scales) if self.form.multiplies else torch.div(x, scales)
         return self.form.encoded(q)
+
+
+def _is_watched(held: Held) -> bool:
+    """True if ``Watched`` notices that a part has moved."""
+    return isinstance(held, InMemory) and held.source is not None
+
+
+def _copies(parts: Iterable[Write], others: Sequence[Write], bucket: Bucket) -> list[ScaleCopy] | None:
+    """The copies of scales among ``others``; None if the parts cannot be written without looking them up again."""
+    copies = [ScaleCopy.of(held.part(box), out, bucket) for held, box, out in others if isinstance(held, _Scales)]
+    if len(copies) < len(others):
+        return None
+    return copies if all(_is_watched(held.held) for held, _, _ in parts if isinstance(held, _Quantised)) else None
 
 
 def _grid_rows(blocks: Blocks, kind: str, first: int, last: int) -> tuple[int, int]:
