@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from weightcast.wire.box import (
     intersection,
     span_of,
     split,
+    tiles,
 )
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
@@ -70,6 +72,45 @@ def test_boxes_are_disjoint_if_they_cover_no_element_twice(data):
     shape = data.draw(SHAPES)
     boxes = data.draw(st.lists(boxes_of(shape, empty=True), max_size=6))
     assert are_disjoint(boxes) == (int(mask(shape, *boxes).max()) <= 1)
+
+
+@given(st.data())
+def test_boxes_tile_another_if_they_cover_each_of_its_elements_once_and_no_other(data):
+    shape = data.draw(SHAPES)
+    whole = data.draw(boxes_of(shape, empty=True))
+    # Parts of the whole, which tile it if nothing is done to them, and boxes that lie anywhere.
+    boxes = list(split(whole, data.draw(st.integers(1, 20))))
+    for _ in range(data.draw(st.integers(0, 2))):
+        if boxes and data.draw(st.booleans()):
+            boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        else:
+            boxes.append(data.draw(boxes_of(shape, empty=True)))
+    boxes = data.draw(st.permutations(boxes))
+    assert tiles(boxes, whole) == torch.equal(mask(shape, *boxes), mask(shape, whole))
+
+
+def test_boxes_with_another_number_of_dimensions_tile_nothing():
+    assert not tiles([Box(offset=(0,), shape=(4,))], Box(offset=(0, 0), shape=(4, 1)))
+
+
+def _checkerboard(side):
+    return [Box(offset=(i * 4, j * 4), shape=(4, 4)) for i in range(side) for j in range(side)]
+
+
+def _long(count):
+    return [Box(offset=(0, i), shape=(count, 1)) for i in range(count)]
+
+
+@pytest.mark.parametrize("boxes", [_checkerboard(128), _long(16_384)], ids=["checkerboard", "long"])
+def test_many_boxes_are_compared_in_a_moment(boxes):
+    ends = [max(box.offset[dim] + box.shape[dim] for box in boxes) for dim in (0, 1)]
+    whole = Box(offset=(0, 0), shape=tuple(ends))
+    moved = [*boxes[:-1], Box(offset=boxes[-2].offset, shape=boxes[-1].shape)]  # with the same volume
+    started = time.process_time()
+    found = are_disjoint(boxes), tiles(boxes, whole), are_disjoint(moved), tiles(moved, whole)
+    took_s = time.process_time() - started
+    assert found == (True, True, False, False)
+    assert took_s < 10  # 139 s if each is compared with each
 
 
 @given(st.data())

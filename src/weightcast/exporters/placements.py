@@ -7,7 +7,6 @@ each mesh, and the place of each shard that no mesh describes.  It sends the tab
 from __future__ import annotations
 
 import hashlib
-import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.local_shard import Within
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.segments import Arranged
-from weightcast.wire.box import Box, are_disjoint
+from weightcast.wire.box import Box, tiles
 from weightcast.wire.layout import TensorSpec, dtype_name
 
 _Spec = tuple[str, str, tuple[int, ...]]
@@ -126,11 +125,8 @@ class StoredParts:
 
     def cover(self) -> bool:
         """True if the parts are the whole tensor exactly once."""
-        corners = self.corners()
-        volume = sum(math.prod(extent) for _, extent in corners)
-        if volume != math.prod(self.shape):
-            return False
-        return _is_grid(self.shape, corners) or are_disjoint(Box(offset=a, shape=n) for a, n in corners)
+        boxes = (Box(offset=offset, shape=extent) for offset, extent in self.corners())
+        return tiles(boxes, Box(offset=(0,) * len(self.shape), shape=tuple(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -404,22 +400,6 @@ def _unpack(packed: bytes, num_rows: int) -> torch.Tensor:
     raw = zlib.decompress(packed)
     steps = torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else torch.zeros(0, dtype=torch.int64)
     return steps.reshape(-1, num_rows).t().cumsum(0)
-
-
-def _is_grid(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """True if the intervals of each dimension tile it and there are as many boxes as combinations."""
-    count = 1
-    for dim, extent in enumerate(shape):
-        end = 0
-        intervals = sorted({(offset[dim], size[dim]) for offset, size in boxes})
-        for start, length in intervals:
-            if start != end:
-                return False
-            end = start + length
-        if boxes and end != extent:
-            return False
-        count *= len(intervals)
-    return count == len(boxes)
 
 
 def _difference(mine: Sequence[_Spec], theirs: Sequence[_Spec]) -> str:

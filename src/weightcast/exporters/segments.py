@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weightcast.errors import ConfigError
-from weightcast.wire.box import Box, are_disjoint, contains, intersection
+from weightcast.wire.box import Box, contains, intersection, tiles
 
 NEW = -1
 
@@ -121,13 +121,8 @@ def check_used_once(
 
 def _check_tiled(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Refuses boxes that do not cover the shape exactly once."""
-    inside = all(
-        start >= 0 and start + length <= extent
-        for box in boxes
-        for start, length, extent in zip(box.offset, box.shape, shape, strict=True)
-    )
-    volume = sum(math.prod(box.shape) for box in boxes)
-    if not inside or volume != math.prod(shape) or not are_disjoint(boxes):
+    if not tiles(boxes, Box(offset=(0,) * len(shape), shape=shape)):
+        volume = sum(box.numel for box in boxes)
         raise ConfigError(
             f"{name} {list(shape)}: the table of names uses {volume} of its {math.prod(shape)} elements, "
             "or uses some of them twice or beyond its end"

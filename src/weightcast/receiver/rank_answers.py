@@ -13,7 +13,7 @@ from weightcast.digest.definition import key_of
 from weightcast.digest.table import EMPTY, DigestTable
 from weightcast.errors import Refused
 from weightcast.wire.answers import Cause, RankAck
-from weightcast.wire.box import Box, are_disjoint
+from weightcast.wire.box import Box, tiles
 from weightcast.wire.held import HeldPart, HeldTable
 from weightcast.wire.layout import TensorSpec
 
@@ -82,7 +82,7 @@ class _Folding:
             for number in numbers:
                 groups.setdefault(parts[number].box, number)
             alike = all(parts[number].spec == spec for number in numbers)
-            if not alike or sum(box.numel for box in groups) != spec.numel or not are_disjoint(list(groups)):
+            if not alike or not tiles(groups, Box(offset=(0,) * len(spec.shape), shape=spec.shape)):
                 self._broken.append(name)
                 continue
             place = {box: len(firsts) + index for index, box in enumerate(groups)}

@@ -14,7 +14,7 @@ import msgspec
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.errors import Refused
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
-from weightcast.wire.box import Box, are_disjoint, contiguous_strides, intersection, span_of
+from weightcast.wire.box import Box, contiguous_strides, intersection, span_of, tiles
 from weightcast.wire.bucket_sources import MappedPart, Part
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
@@ -293,10 +293,7 @@ def _check_parts(layout: BucketLayout, parts: Parts | tuple[tuple[MappedPart, ..
 
 
 def _check_tiled(slot: TensorSlot, boxes: Sequence[Box]) -> None:
-    rows = slot.box
-    fits = all(len(box.shape) == len(box.offset) == len(rows.shape) for box in boxes)
-    inside = fits and all(not box.numel or intersection(box, rows) == box for box in boxes)
-    if not inside or sum(box.numel for box in boxes) != rows.numel or not are_disjoint(boxes):
+    if not tiles(boxes, slot.box):
         raise Refused(f"{slot.spec.name}: the trainer ranks do not have rows {slot.first_row} and on exactly once")
 
 

@@ -5,10 +5,15 @@ Boxes are counted in elements of the full tensor.  Spans are counted in elements
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+_PRIME = 2**61 - 1
+_random = random.SystemRandom()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,66 @@ def contains(outer: Box, inner: Box) -> bool:
 
 def are_disjoint(boxes: Iterable[Box]) -> bool:
     """True if no two boxes of one tensor overlap.  Empty boxes overlap nothing."""
-    # A sweep over the first dimension: thousands of experts take no time.
+    groups = [[box for box in boxes if box.numel]]
+    while groups:
+        group = groups.pop()
+        for dim in range(len(group[0].shape) if len(group) > 1 else 0):
+            parts = _cut(group, dim)
+            if len(parts) > 1:
+                groups += parts
+                break
+        else:
+            if not _sweep(group):
+                return False
+    return True
+
+
+def _cut(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """Divides boxes where a plane across the dimension meets none of them; thousands of experts take no time."""
+    parts: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offset[dim]):
+        if box.offset[dim] >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, box.offset[dim] + box.shape[dim])
+    return parts
+
+
+def _sweep(boxes: Sequence[Box]) -> bool:
+    """``are_disjoint`` for boxes that no plane divides, which no real model has many of; none is empty."""
     active: list[Box] = []
-    for box in sorted((box for box in boxes if box.numel), key=lambda box: box.offset):
+    for box in sorted(boxes, key=lambda box: box.offset):
         active = [other for other in active if not box.offset or other.offset[0] + other.shape[0] > box.offset[0]]
         if any(intersection(box, other) is not None for other in active):
             return False
         active.append(box)
     return True
+
+
+def tiles(boxes: Iterable[Box], whole: Box) -> bool:
+    """True if the boxes are the whole box exactly once.  Its time is linear in their number, whatever a message says.
+
+    The extent of a box from ``a`` to ``b`` is ``f(b) - f(a)`` here, with a random ``f`` for each dimension.  If boxes
+    tile the whole one, their volumes add up to its volume for every ``f``.  If not, they do so by chance alone, with a
+    probability below 2**-57, which no sender can raise: it does not know ``f`` (lemma of Schwartz and Zippel).
+    """
+    dims = range(len(whole.shape))
+    places: list[dict[int, int]] = [{} for _ in dims]
+    rest = 0
+    for box, sign in itertools.chain([(whole, 1)], ((box, -1) for box in boxes)):
+        if len(box.shape) != len(dims) or len(box.offset) != len(dims):
+            return False
+        volume = sign
+        for dim in dims:
+            f, first = places[dim], box.offset[dim]
+            end = first + box.shape[dim]
+            for place in (first, end):
+                if place not in f:
+                    f[place] = _random.getrandbits(60)
+            volume = volume * (f[end] - f[first]) % _PRIME
+        rest += volume
+    return rest % _PRIME == 0
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:
