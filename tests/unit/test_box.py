@@ -93,6 +93,11 @@ def test_boxes_with_another_number_of_dimensions_tile_nothing():
     assert not tiles([Box(offset=(0,), shape=(4,))], Box(offset=(0, 0), shape=(4, 1)))
 
 
+def test_a_negative_extent_does_not_cancel_what_another_box_covers_too_much():
+    boxes = [Box(offset=(0,), shape=(12,)), Box(offset=(12,), shape=(-2,))]
+    assert not tiles(boxes, Box(offset=(0,), shape=(10,)))
+
+
 def _checkerboard(side):
     return [Box(offset=(i * 4, j * 4), shape=(4, 4)) for i in range(side) for j in range(side)]
 

@@ -112,6 +112,8 @@ def tiles(boxes: Iterable[Box], whole: Box) -> bool:
     for box, sign in itertools.chain([(whole, 1)], ((box, -1) for box in boxes)):
         if len(box.shape) != len(dims) or len(box.offset) != len(dims):
             return False
+        if any(extent < 0 for extent in box.shape):  # its volume would cancel what another box covers too much
+            return False
         volume = sign
         for dim in dims:
             f, first = places[dim], box.offset[dim]
