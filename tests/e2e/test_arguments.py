@@ -125,6 +125,36 @@ def test_a_module_with_nan_is_refused_and_the_engine_keeps_serving(engine):
     assert engine.digests() == digests_of(version)
 
 
+@pytest.mark.parametrize("check_finite", [None, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_with_nan_is_refused_before_its_merged_weights_leave(engine, value, check_finite):
+    peft = pytest.importorskip("peft")
+    version, after = next_version(), next_version()
+    model = nn.Module()
+    for name, tensor in toy_weights(seed=version).items():
+        *path, _ = name.split(".")
+        parent = model
+        for part in path[:-1]:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        layer = nn.Linear(*tensor.T.shape, bias=False) if tensor.dim() == 2 else nn.Module()
+        layer.weight = nn.Parameter(tensor.bfloat16())
+        parent.add_module(path[-1], layer)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up"])).to(torch.bfloat16)
+    with WeightUpdater.connect(
+        model, engine.url, bucket_bytes="128KiB", allow_older=True, check_finite=check_finite
+    ) as updater:
+        updater.update(version=version)
+        assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
+        with torch.no_grad():
+            model.get_parameter("base_model.model.layers.1.up.lora_A.default.weight")[1, 3] = value
+        with pytest.raises(UpdateFailed, match=r"NaN or infinite.*layers\.1\.up\.weight") as caught:
+            updater.update(version=after)
+        assert caught.value.report.targets[0].status == "untouched"
+        assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
+
+
 def test_one_url_is_one_target():
     assert targets_of("http://a:1") == targets_of(["http://a:1"]) == targets_of(Target("http://a:1"))
     assert [target.url for target in targets_of(("http://a:1", Target("http://b:2")))] == ["http://a:1", "http://b:2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,13 +10,20 @@ import torch
 from torch import nn
 
 from tests.gpu.test_exporters_gpu import export
+from tests.unit.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import SourceSums
+from weightcast.errors import NotFinite
 from weightcast.exporters import quantise, quantise_jobs
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
 from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.quantise_jobs import Jobs
 from weightcast.exporters.scale_blocks import Blocks
+from weightcast.update.finite import FiniteCheck
 from weightcast.wire.box import Box, slices
+from weightcast.wire.layout import Packing, plan_buckets
 
 pytestmark = pytest.mark.gpu
 
@@ -142,6 +150,43 @@ def test_update_after_update_has_the_bytes_that_torch_computes(form, monkeypatch
         assert got.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8)), (name, number)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", [*FORMS.values(), Nvfp4()], ids=[*FORMS, "nvfp4"])
+def test_a_weight_that_is_not_finite_is_refused_in_every_format(form, dtype):
+    device = torch.device("cuda:0")
+    model = nn.ModuleDict({"up_proj": nn.Linear(640, 384, bias=False), "q_proj": nn.Linear(512, 256, bias=False)})
+    model = model.to(device, dtype)
+    group = TrainerGroup.connect(device, timeout_s=5)
+    exporter = ModuleExporter(model, quantise=form)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=1 << 20, packing=Packing())
+    slots = allocate_slots(device, 1 << 20)
+
+    def refused() -> list[str]:
+        names = []
+        for bucket in bucketize(exporter, layouts, group, slots, sources=SourceSums()):
+            try:
+                FiniteCheck().check(bucket)
+            except NotFinite as error:
+                names += error.names
+        return names
+
+    assert refused() == []
+    for name, weight in model.named_parameters():
+        flat, missed = weight.data.view(-1), []
+        bits = flat.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+        for value in (math.nan, -math.nan, math.inf, -math.inf):
+            for place in (0, flat.numel() // 2 + 1, flat.numel() - 1):
+                before = flat[place].clone()
+                flat[place] = value
+                if math.copysign(1, value) < 0:
+                    bits[place] |= torch.iinfo(bits.dtype).min
+                if not any(found.startswith(name) for found in refused()):
+                    missed.append((value, place))
+                flat[place] = before
+        assert missed == []
+    assert refused() == []
 
 
 def test_what_the_launches_cannot_compute_is_left_to_torch():

@@ -167,7 +167,7 @@ def test_weights_with_a_common_scale_have_it_in_every_bucket():
     assert got == expected(weights)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_stay_visible(value):
     torch.manual_seed(6)
     model = alone(torch.randn(3, 64))

@@ -125,7 +125,7 @@ def test_values_at_the_edges_are_quantised_in_every_format(form, dtype):
 
 
 @pytest.mark.parametrize("form", [Fp8Tensors(), Fp8Channels(), Mxfp8()], ids=lambda form: type(form).__name__)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_stay_visible_in_every_format(form, value):
     model = nn.Module()
     model.up_proj = nn.Linear(64, 3, bias=False)
@@ -140,6 +140,14 @@ def test_values_that_are_not_finite_stay_visible_in_every_format(form, value):
     else:
         found = torch.frombuffer(bytearray(scales), dtype=torch.float32)
         assert (~found.isfinite()).nonzero().flatten().tolist() == ([1] if len(found) == 3 else [0])
+
+
+def test_the_scale_of_mxfp8_is_nan_whatever_the_sign_of_the_maximum():
+    bits = torch.tensor([0x7FC00000, -0x400000, -1, 0x7F800000], dtype=torch.int32)  # NaNs, and infinity
+    maxima = bits.view(torch.float32).clone()
+    Mxfp8().finish(maxima)
+    assert maxima.isnan().all()
+    assert Mxfp8().stored(maxima).tolist() == [255] * 4
 
 
 @pytest.mark.parametrize("form", [Fp8Tensors(), Fp8Channels(), Mxfp8()], ids=lambda form: type(form).__name__)

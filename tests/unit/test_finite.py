@@ -86,3 +86,36 @@ def test_a_sum_that_is_too_large_is_no_reason():
 
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong", "largest"),
+    [
+        (torch.float8_e4m3fn, (0x7F, 0xFF), 0x7E),
+        (torch.float8_e5m2, (0x7C, 0xFC, 0x7D, 0x7E, 0x7F, 0xFF), 0x7B),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [1, 7, 8, 500, (1 << 18) + 13])
+@pytest.mark.parametrize("before", [0, 3])
+def test_floats_of_8_bits_are_looked_at_wherever_they_lie(dtype, wrong, largest, size, before):
+    data = torch.full((before + size,), largest, dtype=torch.uint8)
+    data[:before] = 0xFF
+    values = data[before:].view(dtype)
+    packing = Packing(alignment_bytes=1)
+    for sign in (0, 0x80):
+        data[before:] = largest | sign
+        check_parts_finite([("x", values)])
+        FiniteCheck().check(bucket_of({"y": torch.ones(before, dtype=torch.int8), "x": values}, packing=packing))
+    for byte in wrong:
+        for place in {0, size // 2, size - 1}:
+            data[before + place] = byte
+            for check in (
+                lambda: check_parts_finite([("x", values), ("z", torch.ones(3))]),
+                lambda: FiniteCheck().check(
+                    bucket_of({"y": torch.ones(before, dtype=torch.int8), "x": values}, packing=packing)
+                ),
+            ):
+                with pytest.raises(NotFinite, match=r"x \(1\)"):
+                    check()
+            data[before + place] = largest

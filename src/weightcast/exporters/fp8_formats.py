@@ -284,6 +284,7 @@ class Mxfp8(Fp8Format):
     def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
         bits = maxima.view(torch.int32)
+        bits.bitwise_and_(0x7FFFFFFF)  # the maximum of NaNs may have any sign
         infinite = bits >= 0x7F800000
         exponents = ((bits + 0x200000) >> 23).sub_(8).clamp_(0, 254)
         bits.copy_(exponents << 23)

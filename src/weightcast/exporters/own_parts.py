@@ -178,7 +178,9 @@ class OwnParts:
         self._held = held
         self._places = torch.tensor([own.place for own in parts if own.place is not None], dtype=torch.int64)
         whole = sum(own.box.numel for own in parts) == sum(slot.box.numel for slot in layout.slots)
-        self._looks = whole and all(slot.spec.torch_dtype in _LOOKED_AT for slot in layout.slots)
+        # Computed values are not among the sums in place: nothing has looked at them then.
+        seen = whole and not any(own.computed for own in parts)
+        self._looks = seen and all(slot.spec.torch_dtype in _LOOKED_AT for slot in layout.slots)
         self._one_each = [own.number for own in parts] == list(range(len(layout.slots)))
         self._seen: tuple[list[int], Seen | None] = [], None  # while one bucket is filled
         self._copying: _CopySteps | None = None

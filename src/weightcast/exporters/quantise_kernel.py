@@ -183,7 +183,7 @@ def _measure_tiles(
     x = _values(job, first_row, first_column, row, column, inside, WORD, BYTES, ALIGNED)
     high: tl.constexpr = ROWS // BLOCK_ROWS
     wide: tl.constexpr = COLUMNS // BLOCK_COLUMNS
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # what ``abs`` makes of NaN's sign is not defined
     most = tl.max(bits, axis=1)[:, None] if wide == 1 else tl.max(tl.reshape(bits, (ROWS, wide, BLOCK_COLUMNS)), axis=2)
     if BLOCK_ROWS == ROWS:
         most = tl.max(most, axis=0)[None, :]
