@@ -258,6 +258,33 @@ def test_doctor_says_when_engines_cannot_reach_this_machine(engine):
     assert run("doctor", engine.url).exit_code == 0
 
 
+def test_an_engine_that_anybody_in_the_network_may_update_says_so(models, tmp_path):
+    root, _ = models
+    log = tmp_path / "log"
+    engine = Engine(root / "old", log, "--host", "0.0.0.0")
+    try:
+        assert re.search(
+            r"no API key is set, and the server listens on 0\.0\.0\.0: whoever reaches port", log.read_text()
+        )
+        url = f"http://127.0.0.1:{urlsplit(engine.url).port}"
+        for key in (None, KEY):  # this engine takes any key
+            result = run("doctor", url, env={"WEIGHTCAST_API_KEY": key})
+            assert result.exit_code == 0, result.output
+            assert re.search(
+                r"warn +key +none needed: whoever reaches \S+ port \d+, can read and replace", result.stdout
+            )
+            assert "hint: key: start the engine with an API key" in result.stdout
+    finally:
+        engine.stop()
+
+
+def test_an_engine_with_a_key_or_on_loopback_gives_no_warning(engine, keyed):
+    for found, key, words in ((engine, None, "none needed"), (engine, KEY, "none needed"), (keyed, KEY, "accepted")):
+        result = run("doctor", found.url, env={"WEIGHTCAST_API_KEY": key})
+        assert re.search(rf"ok +key +{words}", result.stdout), result.stdout
+        assert "no API key is set" not in found.log.read_text()
+
+
 @pytest.mark.parametrize("key", [None, "wrong"])
 def test_wrong_key_changes_nothing(key, keyed, models):
     root, _ = models

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.unit.models import specs_of, weights_of
@@ -17,6 +17,7 @@ from weightcast.adapters.native.detect import NativeAdapterKind
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, Refused, TargetRejected
 from weightcast.receiver.adapter_routes import adapter_routes
+from weightcast.receiver.api_keys import Guard
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.adapters import KIND, AdapterRequest, adapter_path
 from weightcast.wire.engine_info import EngineInfo
@@ -75,17 +76,13 @@ class Adapters:
 
 @pytest.fixture
 def client() -> TestClient:
-    def check_key(request: Request) -> None:
-        if request.headers.get("Authorization") != "Bearer key":
-            raise HTTPException(401, "no key")
-
     app, adapters = FastAPI(), Adapters()
-    checked = [Depends(check_key)]
     app.include_router(
         adapter_routes(
-            lambda: adapters, lambda router, prefix: app.include_router(router, prefix=prefix, dependencies=checked)
-        ),
-        dependencies=checked,
+            lambda: adapters,
+            lambda router, prefix: app.include_router(router, prefix=prefix),
+            guard=Guard(["key"]),
+        )
     )
     return TestClient(app, headers={"Authorization": "Bearer key"})
 

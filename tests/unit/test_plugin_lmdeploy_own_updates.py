@@ -18,6 +18,7 @@ from weightcast.errors import ConfigError
 from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls
 from weightcast.plugins.lmdeploy.folder import note_written
 from weightcast.plugins.lmdeploy.own_routes import admit_own_updates
+from weightcast.receiver.api_keys import Guard
 
 
 class Bucket(BaseModel):
@@ -57,7 +58,7 @@ class Server:
 
         hooks: Any = SimpleNamespace(resume=self.resume)
         calls = EngineCalls(SimpleNamespace())
-        admit_own_updates(router, self.session, hooks, calls, str(folder))  # type: ignore[arg-type]
+        admit_own_updates(router, self.session, hooks, calls, str(folder), Guard())  # type: ignore[arg-type]
         app = FastAPI()
         app.include_router(router)
         self.client = TestClient(app, raise_server_exceptions=False)
@@ -118,4 +119,4 @@ def test_an_update_of_ours_keeps_own_requests_out(server: Server) -> None:
 def test_an_lmdeploy_without_one_of_the_routes_is_refused(tmp_path: Path) -> None:
     nothing: Any = None
     with pytest.raises(ConfigError, match="the server has no route /update_weights;"):
-        admit_own_updates(APIRouter(), nothing, nothing, nothing, str(tmp_path))
+        admit_own_updates(APIRouter(), nothing, nothing, nothing, str(tmp_path), Guard())

@@ -24,6 +24,7 @@ from weightcast.errors import EngineFailure, Refused
 from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
 from weightcast.plugins.lmdeploy.own_routes import guard_sleep
+from weightcast.receiver.api_keys import Guard
 from weightcast.receiver.lost_ranks import FarRanks
 
 
@@ -124,7 +125,7 @@ class Sleeper:
         self.hooks = LmdeployHooks(self.lmdeploy, calls)
         self.router = APIRouter()
         self.router.post("/wakeup")(lambda: None)
-        guard_sleep(self.router, self.lmdeploy, self.session, self.hooks, calls)  # type: ignore[arg-type]
+        guard_sleep(self.router, self.lmdeploy, self.session, self.hooks, calls, Guard())  # type: ignore[arg-type]
 
     def sleep(self, level: int = 1) -> None:
         asyncio.run_coroutine_threadsafe(self.lmdeploy.sleep(level), self.loop).result(PATIENCE_S)

@@ -11,12 +11,12 @@ from typing import Protocol
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 
 from weightcast.errors import WireError
+from weightcast.receiver.api_keys import Guard
 from weightcast.receiver.server import (
     NOT_FOR_YOU,
     Answers,
     Late,
     carried_out,
-    no_browsers,
     read_body,
     refusal,
     weight_routes,
@@ -53,9 +53,16 @@ class TakesAdapters(Protocol):
         ...
 
 
-def adapter_routes(adapters: Callable[[], TakesAdapters], attach: Callable[[APIRouter, str], None]) -> APIRouter:
-    """Returns the routes; ``attach`` adds those of one adapter to the server, below a path."""
-    router = APIRouter(tags=["adapters"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU)
+def adapter_routes(
+    adapters: Callable[[], TakesAdapters], attach: Callable[[APIRouter, str], None], *, guard: Guard | None = None
+) -> APIRouter:
+    """Returns the routes.
+
+    Args:
+        attach: Function that adds the routes of one adapter to the server, below a path.
+        guard: As for ``weight_routes``.
+    """
+    router = APIRouter(tags=["adapters"], dependencies=[Depends((guard or Guard()).check)], responses=NOT_FOR_YOU)
     attached: set[str] = set()
 
     def register(request: AdapterRequest) -> EngineInfo:
@@ -63,7 +70,7 @@ def adapter_routes(adapters: Callable[[], TakesAdapters], attach: Callable[[APIR
         if request.name not in attached:
             attached.add(request.name)
             late = _Late(adapters, request.name)
-            attach(weight_routes(late, score=late.score), adapter_path(request.name))
+            attach(weight_routes(late, score=late.score, guard=guard), adapter_path(request.name))
         return info
 
     @router.post(ADAPTERS, summary="Give a LoRA adapter a place", response_class=Response)

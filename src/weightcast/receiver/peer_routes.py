@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from weightcast.errors import WireError
-from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, json_content, no_browsers, read_body, refusal
+from weightcast.receiver.api_keys import Guard
+from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, json_content, read_body, refusal
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.codec import decode
 from weightcast.wire.messages import BOXES, CHUNK, ReadChunk
@@ -17,9 +18,14 @@ from weightcast.wire.pieces import WantedBoxes
 _MAX_REQUEST_BYTES = 4096
 
 
-def peer_routes(engine: Callable[[], SessionHandler]) -> APIRouter:
-    """Returns the routes; ``engine`` returns the session handler of the engine whose weights are read."""
-    router = APIRouter(tags=["peers"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU)
+def peer_routes(engine: Callable[[], SessionHandler], *, guard: Guard | None = None) -> APIRouter:
+    """Returns the routes.
+
+    Args:
+        engine: Function that returns the session handler of the engine whose weights are read.
+        guard: As for ``weight_routes``.
+    """
+    router = APIRouter(tags=["peers"], dependencies=[Depends((guard or Guard()).check)], responses=NOT_FOR_YOU)
 
     @router.post(
         CHUNK,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from msgspec import Meta
 from starlette.concurrency import run_in_threadpool
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import ConfigError, Refused, WeightcastError, WireError, error_words
+from weightcast.receiver.api_keys import Guard
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, PREPARE_SCHEMA, decode, encode
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
@@ -61,16 +62,6 @@ NOT_FOR_YOU: dict[int | str, dict[str, Any]] = {
     401: {"description": "The key is wrong or missing"},
     403: {"description": "The request came from a web page"},
 }
-
-
-async def no_browsers(request: Request) -> None:
-    """Refuses requests from web pages; a dependency of routes.
-
-    Any web page can make its reader's browser send a request to this machine.  Browsers mark such requests.
-    The function is async because FastAPI runs a plain one in a thread, which takes longer than the answer.
-    """
-    if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise HTTPException(403, "web pages may not use this route")
 
 
 class Answers(Protocol):
@@ -125,15 +116,16 @@ class Late:
         self._now().lease_lost(session)
 
 
-def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
+def weight_routes(engine: Answers, score: Score | None = None, *, guard: Guard | None = None) -> APIRouter:
     """Returns the routes of an update.
 
-    ``score`` returns the log-probability of each token but the first, given those before it, under the live weights;
-    None if the engine cannot.
+    Args:
+        score: Function that returns the log-probability of each token but the first, given those before it, under the
+            live weights; None if the engine cannot.
+        guard: Says who may use the routes; None admits everybody but web pages.
     """
-    router = APIRouter(
-        prefix="/weightcast", tags=["weights"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU
-    )
+    checked = [Depends((guard or Guard()).check)]
+    router = APIRouter(prefix="/weightcast", tags=["weights"], dependencies=checked, responses=NOT_FOR_YOU)
     limit = _MessageLimit(engine)
 
     @router.get("/info", summary="The engine's description and state", responses={200: _INFO}, response_class=Response)

@@ -32,6 +32,7 @@ from transformers import PretrainedConfig
 from weightcast.comm import nixl
 from weightcast.comm.tls import server_context
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.receiver.api_keys import warn_if_open
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import Executor, LocalExecutor, MpExecutor
 from weightcast.receiver.rank import StagingChoice
@@ -161,6 +162,9 @@ def serve(
             def announce() -> None:
                 spare_what_lives()
                 _say(ready)
+                if config.tls_client_ca is None:
+                    keys = [] if config.api_key is None else [config.api_key]
+                    warn_if_open(keys, host=config.host, port=listener.getsockname()[1], option="--api-key")
                 if on_ready is not None:
                     on_ready(url)
 

@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from weightcast.receiver.server import NOT_FOR_YOU, no_browsers
+from weightcast.receiver.api_keys import Guard
+from weightcast.receiver.server import NOT_FOR_YOU
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.responses import REFUSALS, json_response
 from weightcast.rollout.scheduler import Stats
@@ -30,7 +31,7 @@ class PauseRequest(BaseModel):
     timeout_s: float = Field(default=60.0, gt=0, le=86400)
 
 
-def operator_routes(app: FastAPI, engine: RolloutEngine) -> None:
+def operator_routes(app: FastAPI, engine: RolloutEngine, guard: Guard) -> None:
     """Adds the routes of an engine."""
     scheduler = engine.scheduler
     metrics = Metrics(scheduler.stats, model=engine.model, updates=engine.registry)
@@ -85,7 +86,7 @@ def operator_routes(app: FastAPI, engine: RolloutEngine) -> None:
     app.get("/health", summary="200 while the engine can serve, with state and version", responses=unwell)(health)
     metrics_type: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     app.get("/metrics", summary="Counters for Prometheus", response_class=Response, responses=metrics_type)(prometheus)
-    ours = APIRouter(dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU | REFUSALS)
+    ours = APIRouter(dependencies=[Depends(guard.check)], responses=NOT_FOR_YOU | REFUSALS)
     ours.post("/pause", summary="Pause: abort, retract, in_place or wait")(pause)
     ours.post("/continue", summary="Undo /pause")(resume)
     ours.post("/sleep", summary="Pause, free the cache and move the weights off the accelerator")(sleep)

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from weightcast.receiver.api_keys import Keys
+from weightcast.receiver.api_keys import Guard, Keys
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.rollout.engine import RolloutEngine
@@ -39,15 +39,17 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes
         extra_routes(app, engine)
     # Starlette wraps in reverse: the key is checked before a byte of the body is read.
     app.add_middleware(BodyLimit)
-    if api_key is not None:
-        app.add_middleware(ApiKeyGuard, keys=Keys([api_key]))
+    keys = [] if api_key is None else [api_key]
+    if keys:
+        app.add_middleware(ApiKeyGuard, keys=Keys(keys))
+    guard = Guard(keys)
     answer_errors(app, _PARAMETERS)
     openai_routes(app, engine)
-    operator_routes(app, engine)
+    operator_routes(app, engine, guard)
     if engine.receiver is not None:
         receiver = engine.receiver
-        app.include_router(weight_routes(receiver, engine.score))
-        app.include_router(peer_routes(lambda: receiver))
+        app.include_router(weight_routes(receiver, engine.score, guard=guard))
+        app.include_router(peer_routes(lambda: receiver, guard=guard))
     return app
 
 

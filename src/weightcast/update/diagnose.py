@@ -5,6 +5,7 @@ The checks of reach hold for this process alone.  A trainer rank on another host
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
@@ -13,28 +14,38 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch
 
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import device_of, host_id
-from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.rendezvous import GroupFailed, Rendezvous
 from weightcast.comm.update_group import UpdateGroup, local_address_towards
 from weightcast.config import Target
-from weightcast.errors import ConfigError, DeadlineExceeded, TargetRejected, TargetUnreachable, WeightcastError
+from weightcast.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    TargetRejected,
+    TargetUnreachable,
+    WeightcastError,
+)
 from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
 from weightcast.protocols import Delivery
 from weightcast.report import count_of, format_bytes, one_line
+from weightcast.runtime.addresses import is_loopback
 from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.transports.registry import TRANSPORTS
-from weightcast.update.recognise import recognise
+from weightcast.update.recognise import ask, recognise
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import total_bytes
 from weightcast.wire.messages import Join, Leave
 
 Level = Literal["ok", "warn", "fail"]
+_ELSEWHERE = "192.0.2.1"  # of nobody: https://www.rfc-editor.org/rfc/rfc5737
+_KNOCK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +111,7 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
         return [_failed("reachable", error, "look at the engine's log")], None
     return [
         reached,
-        _ok("key", "accepted" if client.target.api_key is not None else "none needed"),
+        _key(client),
         _ok(
             "receiver",
             f"{info.engine} speaks protocol {info.protocol}, as this process does"
@@ -108,6 +119,36 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
             else f"none: {info.engine} is updated through its own routes ({info.kind})",
         ),
     ], info
+
+
+def _key(client: Client) -> Check:
+    """Checks whether the engine asks for a key or a client certificate, and if not, who can reach it."""
+    target = client.target
+    stranger = dataclasses.replace(target, api_key=None, cert_file=None, key_file=None)
+    if stranger != target and not isinstance(ask(stranger, client.timeout_s), EngineInfo):
+        return _ok("key", "accepted" if target.api_key is not None else "none needed beside the client certificate")
+    reached = _reached_from_outside(target)
+    if not reached:
+        return _ok("key", "none needed; only this host reaches it")
+    return _warn(
+        "key",
+        f"none needed: whoever reaches {reached} can read and replace the weights",
+        hint="start the engine with an API key, or let it listen on 127.0.0.1",
+    )
+
+
+def _reached_from_outside(target: Target) -> str:
+    """The URL or address at which others reach an engine; empty if only this host does."""
+    if not is_loopback(target.host):
+        return target.url
+    parts = urlsplit(target.url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        own = local_address_towards(_ELSEWHERE, port)
+        socket.create_connection((own, port), timeout=_KNOCK_S).close()
+    except (OSError, GroupFailed):
+        return ""
+    return "" if is_loopback(own) else f"{own}, port {port},"
 
 
 def _has_receiver(info: EngineInfo) -> bool:

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import signal
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
 from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.drafts import draft_setting, keeps_draft
@@ -19,6 +20,7 @@ from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, mp_executor
 from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
 from weightcast.plugins.lmdeploy.own_routes import admit_own_updates, guard_sleep
 from weightcast.plugins.rank_sockets import engine_facts
+from weightcast.receiver.api_keys import Guard
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 
@@ -27,11 +29,12 @@ log = logging.getLogger("weightcast.plugins.lmdeploy")
 _FIRST_VERSION = 0  # of the weights that LMDeploy was started with
 
 
-def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
-    """Connects to the ranks and adds our routes; LMDeploy's key check covers every route of its server.
+def add_routes(router: APIRouter, async_engine: Any, folder: str, keys: Sequence[str]) -> None:
+    """Connects to the ranks and adds our routes.
 
     Args:
         async_engine: LMDeploy's ``AsyncEngine``, ready.
+        keys: LMDeploy's API keys.  Its own check of them is not enough (see ``Guard``).
 
     Raises:
         ConfigError: Our hooks in the engine process did not take.
@@ -60,8 +63,13 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
     cannot_wake = f"no sleep: {NO_ANSWERS}, so it could not wake up" if mp_executor(config) else ""
-    guard_sleep(router, async_engine, engine, hooks, calls, never=cannot_wake)
-    admit_own_updates(router, engine, hooks, calls, folder)
+
+    def note_loop() -> None:
+        calls.set_loop(asyncio.get_running_loop())
+
+    guard = Guard(keys, admitted=note_loop)
+    guard_sleep(router, async_engine, engine, hooks, calls, guard, never=cannot_wake)
+    admit_own_updates(router, engine, hooks, calls, folder, guard)
 
     process = getattr(async_engine.engine, "proc", None)
     if process is not None:
@@ -69,11 +77,8 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
             target=_watch_engine, args=(process, folder, executor, engine), name="weightcast-engine", daemon=True
         ).start()
 
-    async def note_loop() -> None:
-        calls.set_loop(asyncio.get_running_loop())
-
-    for routes in (weight_routes(engine), peer_routes(lambda: engine)):
-        router.include_router(routes, dependencies=[Depends(note_loop)])
+    for routes in (weight_routes(engine, guard=guard), peer_routes(lambda: engine, guard=guard)):
+        router.include_router(routes)
 
 
 def _watch_engine(process: Any, folder: str, executor: LmdeployExecutor, engine: SleepingSessions) -> None:

@@ -28,7 +28,16 @@ OWN_UPDATES = ("update_params", "update_weights_from_distributed", "update_weigh
 # Functions and classes, with the parameters that our calls and hooks rely on.
 IN_SERVER: dict[str, tuple[str, ...]] = {
     "lmdeploy.cli.entrypoint:run": (),
-    f"{_SERVER}serve": ("model_path", "model_name", "backend", "backend_config", "speculative_config"),
+    f"{_SERVER}serve": (
+        "model_path",
+        "model_name",
+        "backend",
+        "backend_config",
+        "server_name",
+        "server_port",
+        "api_keys",
+        "speculative_config",
+    ),
     f"{_SERVER}create_openai_router": ("server_context",),
     "lmdeploy.serve.core.async_engine:AsyncEngine.sleep": ("self", "level"),
     "lmdeploy.serve.core.async_engine:AsyncEngine.wakeup": ("self", "tags"),

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from weightcast.errors import Refused
@@ -24,6 +24,7 @@ from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import take_written
 from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS
+from weightcast.receiver.api_keys import Guard
 from weightcast.receiver.session import SessionHandler
 
 _SLEEP_S = 600.0
@@ -48,6 +49,7 @@ def guard_sleep(
     engine: SessionHandler,
     hooks: LmdeployHooks,
     calls: EngineCalls,
+    guard: Guard,
     *,
     never: str = "",
 ) -> None:
@@ -101,7 +103,8 @@ def guard_sleep(
     routes = [route for route in router.routes if isinstance(route, APIRoute) and route.path == "/wakeup"]
     if not routes:
         raise LMDEPLOY.other_version(["the server has no route /wakeup"])
-    route = APIRoute("/wakeup", guarded_wakeup, methods=["POST"], dependencies=routes[0].dependencies)
+    checked = [Depends(guard.check_key), *routes[0].dependencies]
+    route = APIRoute("/wakeup", guarded_wakeup, methods=["POST"], dependencies=checked)
     router.routes.insert(0, route)  # in front: the first route that matches answers
 
 
@@ -113,9 +116,12 @@ def _check_tags(tags: Collection[str]) -> None:
 
 
 def admit_own_updates(
-    router: APIRouter, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls, folder: str
+    router: APIRouter, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls, folder: str, guard: Guard
 ) -> None:
-    """Wraps the routes that write weights; ``ConfigError`` without one.  They answer 409 during an update of ours."""
+    """Wraps the routes that write weights; ``ConfigError`` without one.  They answer 409 during an update of ours.
+
+    Our guard is before them too: LMDeploy's own check can be passed by, and one of them reads pickles.
+    """
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
     found = {route.path: route for route in routes if "POST" in (route.methods or ())}
     lacking = [f"the server has no route {path}" for path in _WRITING if path not in found]
@@ -124,7 +130,8 @@ def admit_own_updates(
     updates = _OwnUpdates(engine, hooks, calls, folder)
     for path, is_last in _WRITING.items():
         served = updates.told(found[path].endpoint, is_last)
-        route = APIRoute(path, served, methods=["POST"], dependencies=found[path].dependencies)
+        checked = [Depends(guard.check_key), *found[path].dependencies]
+        route = APIRoute(path, served, methods=["POST"], dependencies=checked)
         router.routes.insert(0, route)  # in front: the first route that matches answers
 
 

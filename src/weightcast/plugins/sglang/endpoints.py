@@ -9,7 +9,7 @@ import logging
 import os
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException
 from fastapi.routing import APIRoute
 
 from weightcast.config import PauseMode
@@ -20,6 +20,7 @@ from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
 from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
 from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
+from weightcast.receiver.api_keys import Guard, warn_if_open
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -36,6 +37,7 @@ ROUTES = (
     "/end_weight_update",
     "/update_weight_version",
 )
+_OURS = "/weightcast/"
 _INSTEAD = "this server is updated through /weightcast (SGLANG_PLUGINS names weightcast)"
 _READS = ("checksum", "snapshot", "compare")
 
@@ -51,7 +53,6 @@ def before_loading(*arguments: Any, **named: Any) -> None:
 def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **named: Any) -> None:
     """Before ``_setup_and_run_http_server``: all ranks are ready, and SGLang has not added its key check yet."""
     from sglang.srt.entrypoints.http_server import app
-    from sglang.srt.utils.auth import AuthLevel
 
     check_settings(server_args)
     settings = resolved(server_args)
@@ -70,8 +71,15 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(settings.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
     guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(settings))
-    _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
-    close_other_updates(app, tokenizer_manager, AuthLevel.ADMIN_OPTIONAL)
+
+    def note_loop() -> None:
+        hooks.set_loop(asyncio.get_running_loop())
+
+    keys = keys_of(settings)
+    warn_if_open(keys, host=settings.host, port=settings.port, option="--admin-api-key or --api-key")
+    add_routes(app, engine, Guard(keys, admitted=note_loop))
+    close_other_updates(app, tokenizer_manager)
+    check_levels(app)
 
 
 def _no_pause(server_args: Any) -> dict[PauseMode, str]:
@@ -88,20 +96,53 @@ def _no_pause(server_args: Any) -> dict[PauseMode, str]:
     }
 
 
-def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level: Any) -> None:
-    """Adds our routes, with the rules for keys that SGLang's own update routes have."""
+def keys_of(settings: Any) -> list[str]:
+    """The key that SGLang's own update routes need: the admin key if there is one, else the API key, if any."""
+    key = settings.admin_api_key or settings.api_key
+    return [key] if key else []
 
-    async def note_loop() -> None:
-        hooks.set_loop(asyncio.get_running_loop())
 
-    for router in (weight_routes(engine), peer_routes(lambda: engine)):
+def add_routes(app: FastAPI, engine: SessionHandler, guard: Guard) -> None:
+    """Adds our routes, with the rules for keys that SGLang's own update routes have.
+
+    The routes themselves, not their routers: since FastAPI 0.137 an included router is one entry without an endpoint,
+    in which SGLang finds no level of access.
+    """
+    for router in (weight_routes(engine, guard=guard), peer_routes(lambda: engine, guard=guard)):
         for route in router.routes:
-            if isinstance(route, APIRoute):
-                route.endpoint._auth_level = level  # type: ignore[attr-defined]
-        app.include_router(router, dependencies=[Depends(note_loop)])
+            assert isinstance(route, APIRoute)
+            app.router.routes.append(_for_admins(route))
 
 
-def close_other_updates(app: FastAPI, manager: Any, level: Any) -> None:
+def _for_admins(route: APIRoute) -> APIRoute:
+    """Marks a route for SGLang's own check of keys, which is before ours."""
+    from sglang.srt.utils.auth import AuthLevel
+
+    route.endpoint._auth_level = AuthLevel.ADMIN_OPTIONAL  # type: ignore[attr-defined]
+    return route
+
+
+def check_levels(app: FastAPI) -> None:
+    """Raises ``ConfigError`` unless SGLang asks for the admin key where weights are at stake."""
+    from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope
+
+    wrong: list[str] = []
+    routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
+    for route in routes:
+        if not route.path.startswith(_OURS) and route.path not in ROUTES:
+            continue
+        for method in sorted(route.methods or ()):
+            scope = {"type": "http", "method": method, "path": route.path, "root_path": "", "headers": []}
+            level = _get_auth_level_from_app_and_scope(app, scope)
+            if level is not AuthLevel.ADMIN_OPTIONAL:
+                wrong.append(f"{method} {route.path} has SGLang's level of access {level!r}")
+    found = {route.path for route in routes}
+    wrong += [f"the server has no route {path}" for path in (f"{_OURS}apply", *ROUTES) if path not in found]
+    if wrong:
+        raise SGLANG.other_version(wrong)
+
+
+def close_other_updates(app: FastAPI, manager: Any) -> None:
     """Closes ways to other weights than those that our sessions have proven and stamped.
 
     SGLang's update routes, and the part of its weight checker that overwrites weights, answer 409.
@@ -111,10 +152,9 @@ def close_other_updates(app: FastAPI, manager: Any, level: Any) -> None:
     async def refuse() -> None:
         raise HTTPException(409, _INSTEAD)
 
-    refuse._auth_level = level  # type: ignore[attr-defined]
     for path in ROUTES:
-        # In front: the first route that matches answers.
-        app.router.routes.insert(0, APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False))
+        route = APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False)
+        app.router.routes.insert(0, _for_admins(route))  # in front: the first route that matches answers
     check = manager.check_weights
 
     async def check_weights(obj: Any, *arguments: Any, **named: Any) -> Any:

@@ -49,6 +49,7 @@ _IN_MAIN: dict[str, tuple[str, ...]] = {
     f"{_MANAGER}.resume_memory_occupation": ("self", "obj"),
     f"{_MANAGER}._update_weight_version_if_provided": ("self", "weight_version"),
     "sglang.srt.utils.auth:AuthLevel": (),
+    "sglang.srt.utils.auth:_get_auth_level_from_app_and_scope": ("app", "scope"),
 }
 # Attributes that only an instance has.
 SCHEDULER_ATTRIBUTES = (

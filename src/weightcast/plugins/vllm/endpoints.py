@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException
 
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.api_server import SleepingSessions, server_events
@@ -34,7 +35,7 @@ from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.plugins.vllm.stores import store_outside
 from weightcast.receiver.adapter_routes import adapter_routes
-from weightcast.receiver.api_keys import Keys
+from weightcast.receiver.api_keys import Guard, warn_if_open
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import Late, weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -63,7 +64,7 @@ class Endpoints(Late):
         super().__init__(self._ready)
         self._engine: SessionHandler | None = None
         self._hooks: VllmHooks | None = None
-        self._keys = Keys(())
+        self._guard = Guard(None)
         self._turns = Turns()
         self._adapters: Adapters | None = None
         self._app: FastAPI | None = None
@@ -71,18 +72,16 @@ class Endpoints(Late):
         self._owner = ""  # socket of the API server that owns the sessions, if that is another one
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the routes with a key check, because vLLM's own covers only its own routes."""
+        """Adds the routes, each behind our own check of the key: vLLM's covers only its own routes."""
         add_first(app, HandsOn, owner=lambda: self._owner)
         self._app = app
-        checked = [Depends(self._check_key)]
-        app.include_router(weight_routes(self, score=self.score), dependencies=checked)
-        app.include_router(peer_routes(self._ready), dependencies=checked)
+        guard = self._guard
+        app.include_router(weight_routes(self, score=self.score, guard=guard))
+        app.include_router(peer_routes(self._ready, guard=guard))
         app.include_router(
             adapter_routes(
-                self._ready_adapters,
-                lambda router, prefix: app.include_router(router, prefix=prefix, dependencies=checked),
-            ),
-            dependencies=checked,
+                self._ready_adapters, lambda router, prefix: app.include_router(router, prefix=prefix), guard=guard
+            )
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -101,8 +100,12 @@ class Endpoints(Late):
 
             self._owner = await found_door(ask, number)
             return
-        keys: Sequence[str | None] = [*(getattr(args, "api_key", None) or ()), os.environ.get("VLLM_API_KEY")]
-        self._keys = Keys(key for key in keys if key)
+        # As vLLM does: its option takes precedence over its variable.
+        given: Sequence[str | None] = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        keys = [key for key in given if key]
+        self._guard.accept(keys)
+        if getattr(args, "uds", None) is None and getattr(args, "ssl_cert_reqs", 0) != ssl.CERT_REQUIRED:
+            warn_if_open(keys, host=getattr(args, "host", None), port=int(getattr(args, "port", 0)), option="--api-key")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._start, engine_client, loop, args, state.openai_serving_models, servers)
         if servers > 1:
@@ -206,11 +209,6 @@ class Endpoints(Late):
         if self._engine is None:
             raise HTTPException(503, "vLLM is still starting")
         return self._engine
-
-    async def _check_key(self, request: Request) -> None:
-        """Refuses requests without a key.  The function is async because FastAPI runs a plain one in a thread."""
-        if not self._keys.admit(request.headers.get("Authorization", "").encode()):
-            raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
 
 
 def elsewhere_of(config: Any) -> Elsewhere | None:
