@@ -1,8 +1,11 @@
 # vLLM with weightcast's receiver.
 #
 #   docker build -t vllm-weightcast .
-#   docker run --gpus all --ipc=host --pid=host --cap-add=SYS_PTRACE -p 8000:8000 -v /models:/models vllm-weightcast /models/Qwen3-8B
+#   docker run --gpus all --ipc=host --pid=host --cap-add=SYS_PTRACE -p 127.0.0.1:8000:8000 -v /models:/models vllm-weightcast /models/Qwen3-8B
 #   weightcast push B --to http://127.0.0.1:8000 --version 1
+#
+# Without a key whoever reaches the port can replace the weights, so the example publishes it on this host alone.  For
+# other hosts add `-e VLLM_API_KEY=...`, and publish it with `-p 8000:8000`.
 #
 # `ipc` from a trainer outside of the container needs --ipc=host, --pid=host, the trainer's user and, if that is root,
 # --cap-add=SYS_PTRACE.  Without them use broadcast.  See docs/engines/vllm.md for staging, keys and the versions that
