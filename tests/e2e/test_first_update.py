@@ -1,37 +1,26 @@
-"""``connect`` works out what updates need: the first update calls no function once for each tensor."""
+"""``connect`` works out what updates need: engines map memory and hear the plan before the first update."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.e2e.call_counts import FEW, MANY, POLLED, Calls, Served, counts_of, grown
-from weightcast import UpdateReport, WeightUpdater
+from tests.e2e.served import Served
+from weightcast import WeightUpdater
 from weightcast.comm import nixl
 from weightcast.comm.ipc import SharedBuffer
-from weightcast.digest.transfers import prepare_kernels
 from weightcast.lab.bench.synthetic import nested
 from weightcast.runtime.lru import Lru
 from weightcast.wire import source_tables
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Prepare
 
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    prepare_kernels(torch.device("cpu"))
-    found = Calls()
-    threading.setprofile(found)
-    yield found
-    threading.setprofile(None)  # type: ignore[arg-type]  # typeshed wants a function
+FEW = 64
 
 
 def specs_of(count: int) -> list[TensorSpec]:
@@ -69,18 +58,6 @@ def share(model: nn.Module) -> SharedBuffer:
     return buffer
 
 
-def module_counts(
-    calls: Calls, count: int, transport: Any, **options: Any
-) -> tuple[list[Counter[str]], list[UpdateReport]]:
-    model = weights(1, count)
-    buffer = share(model)
-    parameters = dict(model.named_parameters())
-    try:
-        return counts_of(calls, model, specs_of(count), lambda: train(model), lambda: parameters, transport, **options)
-    finally:
-        buffer.close()
-
-
 # On a CPU weights are checked part by part, which a GPU leaves out by default.
 SHARDS = {"transport": "direct", "direct_by": "shards", "keep_mapped": True, "check_finite": False}
 BY_MEMORY = [
@@ -88,66 +65,32 @@ BY_MEMORY = [
     pytest.param({"transport": "direct", "direct_by": "memory"}, id="direct by memory"),
     pytest.param(SHARDS, id="direct by shards"),
 ]
-# The transport with its threads, and the first words of listeners, are made once for all updates.  Freed memory goes
-# back to the system once, before memory is measured.
-MADE_ONCE = "transports/", "watch/", "update/choose.py", "runtime/peak_memory.py"
-# An engine waits for the bucket before where messages of two connections overtake each other, in any update.
-OVERTAKEN = "_await_turn", *POLLED
+WAYS = [
+    *BY_MEMORY,
+    pytest.param({"transport": "broadcast"}, id="broadcast"),
+    pytest.param({"transport": "direct", "direct_by": "messages"}, id="messages"),
+    pytest.param({"transport": "direct", "direct_by": "relay"}, id="relay"),
+    pytest.param(
+        {"transport": "direct", "direct_by": "rdma"},
+        id="rdma",
+        marks=pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing()),
+    ),
+]
 
 
 @pytest.mark.parametrize("verify", ["resident", "none"])
-@pytest.mark.parametrize("way", BY_MEMORY)
-def test_the_first_update_discovers_nothing(calls, way, verify):
-    found, reports = module_counts(calls, FEW, **way, verify=verify)
-    connect, first, *later = found
-    assert [report.targets[0].proof for report in reports] == [verify] * 3
-    assert any(name.startswith("comm/ipc.py") and name.endswith(" _map_shm") for name in connect), "connect maps memory"
-    seen_later = set[str]().union(*later)
-    only_first = sorted(first.keys() - seen_later)
-    assert [name for name in only_first if not name.startswith(MADE_ONCE) and not name.endswith(OVERTAKEN)] == []
-
-
-@pytest.mark.parametrize("way", [*BY_MEMORY, pytest.param({"transport": "broadcast"}, id="broadcast")])
-@pytest.mark.parametrize("verify", ["resident", "none"])
-def test_no_update_calls_a_function_for_each_tensor(calls, way, verify):
-    few, few_reports = module_counts(calls, FEW, **way, verify=verify)
-    many, many_reports = module_counts(calls, MANY, **way, verify=verify)
-    buckets = [1 if way is SHARDS else 4] * 3
-    assert [report.buckets for report in few_reports] == [report.buckets for report in many_reports] == buckets
-    assert grown(few[0], many[0]), "connect looks at each tensor, so this test can fail"
-    for version, (first, second) in enumerate(zip(few[1:], many[1:], strict=True), start=1):
-        assert not grown(first, second), f"update {version}"
-
-
-def reads_of(counts: Counter[str], function: str) -> int:
-    """Number of calls of a function that reads trainer ranks' memory through NIXL."""
-    return sum(
-        count
-        for name, count in counts.items()
-        if name.startswith("comm/remote_reads.py:") and name.endswith(f" {function}")
-    )
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        "messages",
-        "relay",
-        pytest.param("rdma", marks=pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())),
-    ],
-)
-def test_later_updates_repeat_messages_and_reads_without_a_look_at_each_tensor(calls, way):
-    """Pieces are worked out in the first update, in which the group and the readers are new."""
-    few, _ = module_counts(calls, FEW, "direct", direct_by=way)
-    many, reports = module_counts(calls, MANY, "direct", direct_by=way)
-    assert [report.targets[0].proof for report in reports] == ["resident"] * 3
-    assert grown(few[0] + few[1], many[0] + many[1]), "the first looks at each tensor, so this test can fail"
-    for version in (2, 3):
-        assert not grown(few[version], many[version]), f"update {version}"
-        assert reads_of(many[version], "_prepare") == 0, f"update {version}"
-    if way == "rdma":
-        assert reads_of(many[1], "_prepare") > 0
-        assert reads_of(many[3], "_post") == reports[2].buckets
+@pytest.mark.parametrize("way", WAYS)
+def test_each_of_the_first_updates_arrives(way, verify):
+    """The first finds everything new, the second writes the other set of weights, and the third repeats the first."""
+    with closing(Served(specs_of(FEW))) as served, shared_model() as model:
+        size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        with WeightUpdater.connect(model, served.url, bucket_bytes=size_bytes // 4, verify=verify, **way) as updater:
+            for version in (1, 2, 3):
+                train(model)
+                assert not holds(served, model)
+                report = updater.update(version=version)
+                assert (report.buckets, report.targets[0].proof) == (1 if way is SHARDS else 4, verify)
+                assert holds(served, model)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "direct"])
@@ -283,6 +226,20 @@ def test_an_engine_lets_go_of_a_trainer_that_never_sent(way):
         with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way):
             assert mapped_files() > own
         assert mapped_files() == own
+
+
+@pytest.mark.parametrize("way", BY_MEMORY)
+def test_updates_map_nothing_that_connect_has_not_mapped(way):
+    with closing(Served(specs_of(FEW))) as served, shared_model() as model:
+        own = mapped_files()
+        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+            connected = mapped_files()
+            assert connected > own
+            for version in (1, 2):
+                train(model)
+                updater.update(version=version)
+                assert mapped_files() == connected
+                assert holds(served, model)
 
 
 @pytest.mark.parametrize("way", BY_MEMORY)

@@ -1,13 +1,9 @@
-"""``connect`` works out what updates need for every exporter: no update does more for more tensors, the first included.
-
-What computes values, or reads a stream of single tensors, is called once for each of those, and for nothing else.
-"""
+"""The first updates of every exporter arrive: ``connect`` has planned them, and later ones repeat the first."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.e2e.call_counts import FEW, MANY, Calls, Weights, counts_of, grown
+from tests.e2e.served import Served, Weights
 from tests.unit.exports import export
-from weightcast.digest.transfers import prepare_kernels
+from weightcast import WeightUpdater
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.fp8_formats import Fp8Tensors
 from weightcast.exporters.lora_adapter import AdapterExporter
@@ -31,6 +27,7 @@ from weightcast.wire.layout import TensorSpec
 
 peft = pytest.importorskip("peft")
 
+COUNT = 64
 ROWS, COLUMNS = 8, 32
 ADAPTED = 4  # weights that are computed on the way, however many there are
 
@@ -49,15 +46,6 @@ class Trainer:
             for parameter in self.parameters:
                 parameter.add_(0.25)
         self.after()
-
-
-@pytest.fixture
-def calls() -> Iterator[Calls]:
-    prepare_kernels(torch.device("cpu"))
-    found = Calls()
-    threading.setprofile(found)
-    yield found
-    threading.setprofile(None)  # type: ignore[arg-type]  # typeshed wants a function
 
 
 def weights(count: int, name: Callable[[int], str] = "blocks.w{}".format) -> dict[str, nn.Parameter]:
@@ -167,47 +155,37 @@ def quantised(own: dict[str, nn.Parameter]) -> Trainer:
     return Trainer(exporter(), list(own.values()), as_exported(exporter))
 
 
-Making = Callable[[int, Path], Trainer]
-# The files whose functions take each tensor out of a stream.
-STREAMING: dict[Making, tuple[str, ...]] = {
-    state_dict: (),
-    composed: (),
-    checkpoint: (),
-    bridge: ("exporters/converter.py", "digest/copies.py"),
-    merged_few: (),
-    adapter: (),
-    quantised_few: (),
-}
-
-
-def counts(calls: Calls, made: Making, folder: Path, transport: str) -> tuple[list[Counter[str]], list[Counter[str]]]:
-    """The calls of ``connect`` and of three updates, for few tensors and for many in hardly more buckets."""
-    few, few_buckets = counts_for(calls, made, folder, FEW, transport)
-    many, many_buckets = counts_for(calls, made, folder, MANY, transport)
-    assert many_buckets <= few_buckets + 1
-    return few, many
-
-
-def counts_for(calls: Calls, made: Making, folder: Path, count: int, transport: str) -> tuple[list[Counter[str]], int]:
-    trainer = made(count, folder)
-    specs = [TensorSpec.of(name, tensor) for name, tensor in trainer.sent().items()]
-    found, reports = counts_of(calls, trainer.exporter, specs, trainer.train, trainer.sent, transport)
-    assert [report.targets[0].proof for report in reports] == ["resident"] * 3
-    return found, reports[0].buckets
+EXPORTERS = (
+    state_dict,
+    composed,
+    checkpoint,
+    bridge,
+    merged_few,
+    merged_all,
+    adapter,
+    adapter_scaled,
+    quantised_few,
+    quantised_all,
+)
 
 
 # test_first_update.py has the other transports with a module.
 @pytest.mark.parametrize("transport", ["ipc", pytest.param("broadcast", marks=pytest.mark.wide)])
-@pytest.mark.parametrize("made", STREAMING, ids=lambda made: made.__name__)
-def test_no_update_calls_a_function_for_each_tensor(calls, tmp_path, made, transport):
-    few, many = counts(calls, made, tmp_path, transport)
-    assert grown(few[0], many[0]), "connect looks at each tensor, so this test can fail"
-    for version, (first, second) in enumerate(zip(few[1:], many[1:], strict=True), start=1):
-        assert grown(first, second, STREAMING[made]) == {}, f"update {version}"
-
-
-@pytest.mark.parametrize("made", [merged_all, adapter_scaled, quantised_all], ids=lambda made: made.__name__)
-def test_the_first_update_computes_values_and_works_out_nothing_else(calls, tmp_path, made):
-    few, many = counts(calls, made, tmp_path, "ipc")
-    assert grown(few[3], many[3]), "values are computed for each tensor"
-    assert grown(few[1] - few[3], many[1] - many[3]) == {}
+@pytest.mark.parametrize("made", EXPORTERS, ids=lambda made: made.__name__)
+def test_each_of_the_first_updates_arrives(tmp_path, made, transport):
+    trainer = made(COUNT, tmp_path)
+    specs = [TensorSpec.of(name, tensor) for name, tensor in trainer.sent().items()]
+    size_bytes = sum(spec.size_bytes for spec in specs)
+    with (
+        closing(Served(specs)) as served,
+        WeightUpdater.connect(
+            trainer.exporter, served.url, bucket_bytes=size_bytes // 4, transport=transport
+        ) as updater,
+    ):
+        for version in (1, 2, 3):
+            trainer.train()
+            assert served.differing(trainer.sent())
+            report = updater.update(version=version)
+            assert report.buckets >= 4
+            assert report.targets[0].proof == "resident"
+            assert served.differing(trainer.sent()) == []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.clock import PATIENCE_S
-from tests.e2e.call_counts import Served
+from tests.e2e.served import Served
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.lab.bench.synthetic import nested

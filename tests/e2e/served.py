@@ -1,19 +1,10 @@
-"""A trainer and an engine in this process, with HTTP, shared memory and gloo between them, whose calls are counted.
-
-Calls are counted and not timed, so that a busy machine changes nothing.
-"""
+"""An engine in this process, with HTTP, shared memory and gloo between it and a trainer of the same process."""
 
 from __future__ import annotations
 
-import gc
 import socket
-import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import PurePath
-from types import CodeType, FrameType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +14,6 @@ from torch import nn
 
 from tests.clock import PATIENCE_S, wait_until
 from tests.unit.session_bench import Hooks, Ranks
-from weightcast import UpdateReport, WeightUpdater
 from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id
 from weightcast.receiver.engine_state import EngineFacts
@@ -35,46 +25,7 @@ from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message
 
-FEW, MANY = 64, 256
-BUCKETS = 4
 Weights = Mapping[str, torch.Tensor]
-
-
-class Calls:
-    """Counts the calls of weightcast's functions, in threads that start after it was made."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] | None = None
-        self._names: dict[int, tuple[CodeType, str]] = {}  # by identity: equal code may be of two files
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        counts = self.counts
-        if counts is not None and event == "call":
-            code = frame.f_code
-            known = self._names.get(id(code))
-            if known is None:
-                self._names[id(code)] = known = code, _name_of(code)
-            if known[1]:
-                counts[known[1]] += 1
-
-    @contextmanager
-    def counted(self) -> Iterator[Counter[str]]:
-        gc.collect()  # a generator that an earlier test left would end in between, which counts as a call
-        self.counts = found = Counter[str]()
-        sys.setprofile(self)
-        try:
-            yield found
-        finally:
-            sys.setprofile(None)
-            self.counts = None
-
-
-def _name_of(code: CodeType) -> str:
-    """The file, line and name of a function of weightcast; empty for any other."""
-    path = PurePath(code.co_filename)
-    if "weightcast" not in path.parts:
-        return ""
-    return f"{path.parent.name}/{path.name}:{code.co_firstlineno} {code.co_name}"
 
 
 class Keeper(nn.Module):
@@ -167,58 +118,3 @@ class Served:
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     same = a.dtype == b.dtype and a.shape == b.shape
     return same and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def counts_of(
-    calls: Calls,
-    exporter: Any,
-    specs: Sequence[TensorSpec],
-    train: Callable[[], object],
-    sent: Callable[[], Weights],
-    transport: Any,
-    **options: Any,
-) -> tuple[list[Counter[str]], list[UpdateReport]]:
-    """The calls of ``connect`` and of three updates of ``BUCKETS`` buckets, and the reports of these.
-
-    Args:
-        exporter: The model, as ``connect`` takes it.
-        specs: The tensors that the engine keeps.
-        train: Changes the weights before each update.
-        sent: The weights as the engine must keep them.
-    """
-    served = Served(specs)
-    try:
-        found: list[Counter[str]] = []
-        reports: list[UpdateReport] = []
-        size = sum(spec.size_bytes for spec in specs)
-        options = {"bucket_bytes": size // BUCKETS, "transport": transport} | options
-        with calls.counted() as connecting:
-            updater = WeightUpdater.connect(exporter, served.url, **options)
-        found.append(connecting)
-        with updater:
-            for version in (1, 2, 3):
-                train()
-                assert served.differing(sent())
-                with calls.counted() as updating:
-                    reports.append(updater.update(version=version))
-                assert served.differing(sent()) == []
-                found.append(updating)
-        return found, reports
-    finally:
-        served.close()
-
-
-# The places of the second set must be looked up, and pointers exchanged; each takes a fraction of a microsecond.
-# Whoever waits looks again and again, however many tensors there are.
-ALLOWED = "receiver/staging.py", "comm/", "runtime/"
-POLLED = "look_for_refusals", "is_due"
-
-
-def grown(few: Counter[str], many: Counter[str], allowed: Sequence[str] = ()) -> dict[str, int]:
-    """Functions that are called more often for more tensors in as many buckets, but for ``allowed`` ones."""
-    more = {name: count for name, count in many.items() if count - few[name] > (MANY - FEW) // 2}
-    return {
-        name: count
-        for name, count in more.items()
-        if not name.startswith((*ALLOWED, *allowed)) and not name.endswith(POLLED)
-    }
