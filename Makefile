@@ -6,17 +6,20 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 TORCHED := $(VENV)/.torch
-PIP     := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# The version of every package, for pip and for the builds of packages that it starts.  `make lock` writes it.
+LOCK    := requirements/dev.txt
+PIP     := PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK) \
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 # Two jobs: the engines' environments need only our torch, so make creates them while `setup` goes on.
 MAKEFLAGS += --jobs=2
 
-.PHONY: setup demo engines test wide-test fuzz faults soak docs check engine-test sweep example-test gpu-test format \
-	clean
+.PHONY: setup lock demo engines test test-newest wide-test fuzz faults soak docs check engine-test sweep example-test \
+	gpu-test format clean
 
 setup: $(READY)
 
-$(TORCHED): Makefile
+$(TORCHED): Makefile $(LOCK)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	touch $(TORCHED)
@@ -33,6 +36,12 @@ $(READY): pyproject.toml $(TORCHED)
 	$(BIN)/python -c "from weightcast.digest.on_cpu import available; assert available()"
 	touch $(READY)
 
+# Writes requirements/*.txt anew, for all Pythons that we support.  LOCK_ARGS=--upgrade takes the newest versions.
+lock:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	.venv-lock/bin/python -m tests.lock "$(TORCH)" $(LOCK_ARGS)
+
 demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
@@ -48,6 +57,12 @@ TEST_WORKERS ?= 3
 test: setup engines
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "not gpu and not engine_full and not wide and not example" $(TEST_ARGS)
+
+# The same tests with the newest versions of all packages but torch, in an environment of their own.  The engines' keep
+# theirs.  CI does not wait for it.
+test-newest:
+	$(MAKE) test VENV=.venv-newest LOCK= \
+		TEST_ARGS="--deselect tests/unit/test_lock.py::test_this_environment_has_the_locked_versions $(TEST_ARGS)"
 
 # Property tests with many more cases, on one to eight ranks; tens of minutes.
 wide-test: setup
@@ -111,4 +126,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-lock site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

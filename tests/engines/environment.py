@@ -1,7 +1,8 @@
 """A virtual environment for a real engine, or a real trainer, made once and kept under the user's cache folder.
 
-Its name carries a digest of its list, so a changed list makes a new one.  weightcast is not installed in it: what is
-under test is found by path, with the entry points that ``pyproject.toml`` declares.
+A list names what is asked for, and a file in ``requirements/`` the versions of all that comes with it (``make lock``).
+The environment's name carries a digest of both, so a change makes a new one.  weightcast is not installed in it: what
+is under test is found by path, with the entry points that ``pyproject.toml`` declares.
 
 ``python -m tests.engines.environment [NAME ...]`` makes all of them, or those named, and prints their Pythons.
 ``python -m tests.integrations.environment`` does the same for the trainers of ``tests/integrations``.
@@ -13,6 +14,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent
+LOCKS = ROOT / "requirements"
+# Packages that a torch for CUDA brings.
+GPU_PACKAGE = re.compile(r"(nvidia|cuda|triton)\b")
 # For the ``PYTHONPATH`` of engines on a CPU.  Never on a GPU: it forks where an engine asks for a new Python, and it is
 # not what users run, so nothing that was timed with it counts.
 QUICK = LISTS / "quick"
@@ -38,29 +43,44 @@ def engine_python(name: str, lists: Path = LISTS) -> Path:
         name: Name of a list, without ``.txt``.
         lists: Folder of the lists.
     """
-    text = (lists / f"{name}.txt").read_text()
+    text, locked = (lists / f"{name}.txt").read_text(), LOCKS / f"{name}.txt"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    with _made_once(f"{name}-py{version}-{hashlib.sha256(text.encode()).hexdigest()[:8]}") as (folder, ready):
+    digest = hashlib.sha256((text + locked.read_text()).encode()).hexdigest()[:8]
+    with _made_once(f"{name}-py{version}-{digest}") as (folder, ready):
         python = folder / "bin" / "python"
         if not ready:
             venv.create(folder, with_pip=True)
             _share_torch(python)
-            lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-            for step in "\n".join(lines).split("---\n"):
+            for step in steps(text):
                 pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
                 # Most of it is never imported; the rest is compiled when it is.
-                subprocess.run([*pip, "--no-compile", *step.split()], check=True)
+                _run_locked([*pip, "--no-compile", *step], locked)
     return python
+
+
+def steps(text: str) -> list[list[str]]:
+    """The steps of a list: the options and requirements that pip gets at once."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [step.split() for step in "\n".join(lines).split("---\n")]
+
+
+def _run_locked(pip: list[str], locked: Path) -> None:
+    """Runs pip with a file of constraints, which it also gives to the builds of packages that come as sources."""
+    path = str(locked.relative_to(ROOT))  # pip splits these variables at spaces, which the folder's own path may have
+    environment = os.environ | {"PIP_CONSTRAINT": path, "PIP_BUILD_CONSTRAINT": path}
+    subprocess.run(pip, check=True, cwd=ROOT, env=environment)
 
 
 def _share_torch(python: Path) -> None:
     """Link our own torch into an environment, or copy it; pip puts another there if the list wants another version.
 
-    It saves most of the minute, and all of the gigabyte, that the list's first line costs otherwise.
+    It saves most of the minute, and all of the gigabyte, that the list's first line costs otherwise.  A torch for CUDA
+    needs some gigabytes of other packages, which are linked too.
     """
     ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     theirs = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
-    for file in importlib.metadata.files("torch") or []:
+    found = _with_gpu_packages("torch")
+    for file in (file for package in found.values() for file in package.files or ()):
         # Scripts name our own Python.  Compiled files are not always there.
         if ".." in file.parts or not (ours := Path(str(file.locate()))).exists():
             continue
@@ -70,6 +90,22 @@ def _share_torch(python: Path) -> None:
             place.hardlink_to(ours)
         except OSError:  # another file system
             shutil.copy2(ours, place)
+
+
+def _with_gpu_packages(name: str) -> dict[str, importlib.metadata.Distribution]:
+    """An installed package and those for GPUs that it requires, and that these require, by name."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    waiting = [name]
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for other platforms, or of an extra
+        needs = found[name].requires or ()
+        waiting += [re.split(r"[^\w.-]", need)[0] for need in needs if GPU_PACKAGE.match(need)]
+    return found
 
 
 def engine_sources(package: str, version: str) -> Path:
