@@ -38,8 +38,8 @@ class WeightcastError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(visible(message))
+        self.hint = hint = hint and visible(hint)
         if hint:
             self.add_note(f"hint: {hint}")
 
@@ -59,6 +59,19 @@ def error_words(error: Exception) -> str:
     if not isinstance(error, WeightcastError):
         return f"{type(error).__name__}: {error}"
     return f"{error} ({error.hint})" if error.hint else str(error)
+
+
+def visible(text: str) -> str:
+    """Replaces control characters, except line ends and tabs, by escapes such as ``\\x1b``.
+
+    Text of other processes has them where somebody wants a terminal to do something.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def some(words: Sequence[str], limit: int = 4, *, joint: str = ", ") -> str:

@@ -204,6 +204,27 @@ def test_one_json_document_each(engine, models):
     assert {found["name"] for found in refuted["differences"]} == set(load_file(root / "new" / "model.safetensors"))
 
 
+@pytest.mark.parametrize("option", ["--html", "--trace"])
+def test_a_full_disk_loses_the_file_and_not_the_report(option, engine, models, tmp_path):
+    root, _ = models
+    version = next(versions)
+    pushed = run("push", root / "new", "--to", engine.url, "--version", version, option, "/dev/full", "--json")
+    assert json.loads(pushed.stdout)["targets"][0]["version_after"] == version
+    assert engine.info()["version"] == version
+    assert "/dev/full could not be written: No space left on device" in pushed.stderr
+    assert f"every engine serves version {version}" in error_line(pushed, code=4)
+
+    tensors = load_file(root / "old" / "model.safetensors")
+    tensors[_NORM][0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    push = ("push", tmp_path, "--to", engine.url, "--version", next(versions), option, "/dev/full", "--json")
+    failed = run(*push)
+    error = json.loads(failed.stdout)["error"]
+    assert "NaN or infinite" in error["message"]
+    assert error["report"]["targets"][0]["version_after"] == version
+    assert failed.exit_code == 1
+
+
 def test_verify_finds_the_one_tensor_that_differs(engine, models, tmp_path):
     root, _ = models
     assert run("push", root / "new", "--to", engine.url, "--version", next(versions)).exit_code == 0

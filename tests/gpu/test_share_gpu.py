@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
 from tests.gpu.memory import held_bytes
+from weightcast.comm.ipc import SharedBuffer
 from weightcast.comm.shared_buckets import SharedSlot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -63,3 +65,50 @@ def test_each_filling_is_seen_and_nothing_grows(record):
     record("held_bytes_after_10_and_100", held)
     record("held_by", whose)
     assert held[1] - held[0] < 8 << 20
+
+
+# One line in for each handle, one line out: the sum of what it sees, or why it does not map it.
+MAPPER = """
+import sys, msgspec, torch
+from weightcast.comm.ipc import Mapping, MappingFailed
+from weightcast.wire.bucket_sources import MemoryHandle
+torch.cuda.init()
+for line in sys.stdin:
+    try:
+        mapping = Mapping(msgspec.json.decode(line, type=MemoryHandle), torch.device("cuda", 0))
+        mapping.wait()
+        print(int(mapping.data.to(torch.int64).sum()), flush=True)
+        mapping.close()
+    except MappingFailed as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_handle_that_reaches_beyond_its_allocation_is_refused():
+    device = torch.device("cuda", 0)
+    size = 64 << 20  # an allocation of its own in torch's allocator
+    buffer, behind = SharedBuffer(size, device), SharedBuffer(size, device)
+    buffer.data.fill_(1)
+    behind.data.fill_(2)
+    good = buffer.handle()
+    cases = (
+        (good, str(size)),
+        (msgspec.structs.replace(good, size_bytes=size - 5, offset_bytes=good.offset_bytes + 5), str(size - 5)),
+        (msgspec.structs.replace(good, size_bytes=size + 1), f"{size + 1} bytes from byte 0 on"),
+        (msgspec.structs.replace(good, offset_bytes=good.offset_bytes + 1), f"the allocation has {size}"),
+        (msgspec.structs.replace(good, size_bytes=1 << 46), f"the allocation has {size}"),
+        (msgspec.structs.replace(good, size_bytes=1, offset_bytes=1 << 45), f"the allocation has {size}"),
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", MAPPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as mapper:
+        assert mapper.stdin is not None
+        assert mapper.stdout is not None
+        for handle, says in cases:
+            mapper.stdin.write(msgspec.json.encode(handle).decode() + "\n")
+            mapper.stdin.flush()
+            assert says in mapper.stdout.readline()
+        mapper.stdin.close()
+        assert mapper.wait(timeout=60) == 0
+    buffer.close()
+    behind.close()

@@ -163,6 +163,55 @@ def test_mistake_as_json():
     assert json.loads(result.stdout)["error"]["type"] == "ConfigError"
 
 
+@pytest.mark.parametrize("args", [("push", "x", "--to", "http://a:1"), ("push", "x", "--wrong"), ("status",)])
+def test_a_missing_or_unknown_option_is_a_json_document_too(args):
+    result = run(*args, "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert f"error: {error['message']}" == one_error(result)
+    assert error["hint"].startswith("see `weightcast ")
+
+
+@pytest.fixture
+def hostile_server():
+    """Its errors clear the screen, set the clipboard, colour their text and begin another line."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            words = "\x1b[2J\x1b]52;c;cm0gLXJmIH4=\x07\x9b32m\r\nok    all engines serve version 7"
+            body = json.dumps({"error": {"message": words}}).encode()
+            self.send_response(500)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+@pytest.mark.parametrize("command", ["status", "doctor", "verify", "push"])
+def test_no_server_writes_to_the_terminal_what_it_likes(command, as_json, hostile_server, tmp_path):
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    args = {"verify": (tmp_path, "--at"), "push": (tmp_path, "--version", 1, "--to")}.get(command, ())
+    result = run(command, *args, hostile_server, *as_json)
+    assert result.exit_code == 1
+    assert "all engines serve version 7" in result.output
+    assert "\\x1b[2J" in result.output
+    for text in (result.stdout, result.stderr):
+        assert all(letter.isprintable() or letter == "\n" for letter in text), text
+        assert not any(line.startswith("ok") for line in text.splitlines())
+
+
 def test_stack_on_request():
     result = run("plan", "x", "--targets", "0", "--traceback")
     assert result.exit_code == 2

@@ -138,6 +138,28 @@ def test_a_refusal_has_the_engines_own_words(body, words):
             assert len(str(caught.value)) < 3000
 
 
+def test_the_engines_own_words_do_nothing_to_a_terminal_and_forge_no_line_of_a_log():
+    # Clears the screen, sets the clipboard, begins another line; controls of C0, of C1 and of Unicode.
+    told = json.dumps({"error": "\x1b[2J\x1b]52;c;cm0=\x07\nINFO all is well\x9b1m \u202e"}).encode()
+    with talking(say(answer(500, told))) as (client, _), pytest.raises(TargetRejected) as caught:
+        client.get_json("/info")
+    words = str(caught.value)
+    assert words.isprintable()
+    assert "\\x1b[2J\\x1b]52;c;cm0=\\x07 INFO all is well\\x9b1m \\u202e" in words
+
+
+@pytest.mark.parametrize("status", [301, 307, 308])
+@pytest.mark.parametrize("there", ["https://engine.example/v2/info?x=1", "/v2/info", "https://engine.example/login"])
+def test_a_redirect_says_where_to(status, there):
+    with talking(say(answer(status, b"", f"Location: {there}"))) as (client, _):
+        for ask in (lambda: client.get_json("/info"), lambda: client.open_lease("/info", b"{}")):
+            with pytest.raises(TargetLost, match=r"redirects (GET|POST) /info to .* not followed") as caught:
+                ask()
+            base = client.target.url if there.startswith("/") else ""
+            assert f"to {base}{there} (status {status})" in str(caught.value)
+            assert f"use {base}{there.removesuffix('/info?x=1').removesuffix('/info')} as the URL" in caught.value.hint
+
+
 def test_a_connection_on_which_a_server_failed_is_not_used_again():
     # uvicorn closes it a moment after a route has raised; what was sent into it meanwhile would be lost.
     def fail_and_hang_up(end: socket.socket, _: bytes) -> None:

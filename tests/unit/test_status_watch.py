@@ -196,7 +196,7 @@ def test_last_update_counts_what_arrived_and_the_slowest_rank():
     last(SessionEnded(session="abcd", version=7, serves=6, outcome="reverted", reason="another\x1b[31m", at=13.0))
     back = last.status()
     assert back is not None
-    assert (back.outcome, back.reason) == ("reverted", "another [31m")
+    assert (back.outcome, back.reason) == ("reverted", "another\\x1b[31m")
 
 
 def test_age_of_a_version_begins_anew_with_each_version(monkeypatch):

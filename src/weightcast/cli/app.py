@@ -6,6 +6,7 @@ exceptions.  ``options.py`` has the exit codes.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 from weightcast.cli import bench, catch_up, demo, doctor, plan, push, serve, status, trace, verify
 from weightcast.cli.options import FAILURE, INTERRUPTED, JSON_KEY, STACK_KEY, USAGE, code_of
 from weightcast.cli.render import note, say, show_error
-from weightcast.errors import WeightcastError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.version import __version__
 
 # Some versions of typer contain click, others depend on it; the base of its usage errors is public in neither.
@@ -36,7 +37,8 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(FAILURE)
         except _ClickError as error:
-            self._show_usage_error(error)
+            # Whether it is an option of the command is not known when another one is missing.
+            self._show_usage_error(error, as_json="--json" in (extra.get("args") or sys.argv[1:]))
             sys.exit(USAGE)
         if code == INTERRUPTED:
             note("interrupted")
@@ -51,12 +53,12 @@ class _Group(TyperGroup):
             show_error(error, as_json=ctx.meta.get(JSON_KEY, False), with_stack=ctx.meta.get(STACK_KEY, False))
             raise typer.Exit(code_of(error)) from error
 
-    def _show_usage_error(self, error: Any) -> None:
+    def _show_usage_error(self, error: Any, *, as_json: bool) -> None:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "weightcast"
         text = error.format_message().rstrip(".")
-        note(f"error: {text[:1].lower()}{text[1:]}")
-        note(f"\nhint: see `{path} --help`")
+        told = ConfigError(f"{text[:1].lower()}{text[1:]}", hint=f"see `{path} --help`")
+        show_error(told, as_json=as_json, with_stack=False)
 
 
 app = typer.Typer(
@@ -112,6 +114,9 @@ app.add_typer(bench.bench, name="bench", short_help="Measure updates, or stress 
 
 def run() -> int:
     """Runs the command of ``sys.argv`` and returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters of a path
     try:
         app(prog_name="weightcast")
     except SystemExit as exit_:

@@ -7,13 +7,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import FAILURE, HtmlFile, Json, Traceback, check_writable
-from weightcast.cli.render import note, parse_size, say, say_json
+from weightcast.cli.options import FAILURE, UNWRITTEN, HtmlFile, Json, Traceback, check_writable
+from weightcast.cli.render import note, parse_size, say, say_json, write_beside
 from weightcast.errors import ConfigError
 from weightcast.report import count_of
 
@@ -103,15 +104,18 @@ def soak(
         note(f"starting {count_of(engines, 'engine')} and the trainer; logs in {folder}")
         with Soak(plan, _Progress(of)) as running:
             result = running.run()
-    if html is not None:
-        page = write_soak_page(_fields(result), html, ok=result.ok, command=shlex.join(sys.argv))
-        note(f"{page}: open it in a browser")
     if as_json:
         say_json({"ok": result.ok, **_fields(result)})
     else:
         _show(result)
+    written = True
+    if html is not None:
+        page = partial(write_soak_page, _fields(result), ok=result.ok, command=shlex.join(sys.argv))
+        written = write_beside(html, page, "open it in a browser")
     if not result.ok:
         raise typer.Exit(FAILURE)
+    if not written:
+        raise typer.Exit(UNWRITTEN)
 
 
 def _fields(result: Result) -> dict[str, object]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from weightcast.cli.options import FAILURE, HtmlFile, Json, Traceback, check_writable
-from weightcast.cli.render import note, parse_size, say, say_json, table
+from weightcast.cli.options import FAILURE, UNWRITTEN, HtmlFile, Json, Traceback, check_writable
+from weightcast.cli.render import note, parse_size, say, say_json, table, write_beside
 from weightcast.errors import ConfigError
 from weightcast.report import count_of, format_bytes
 
@@ -83,14 +84,18 @@ def updates(
         who = f"{count_of(layout.trainers, 'trainer')}, {count_of(layout.engines, 'engine')}"
         note(f"{layout.placement}: {who}, {layout.model}, {count_of(turns, 'timed update')} of each method")
         results.append(run_case(layout, ours(layout, bucket_bytes=sizes), Plan(turns=turns), say=note))
-    if html is not None and results:
-        note(f"{write_page(results, html, command=shlex.join(sys.argv))}: open it in a browser")
     if as_json:
         say_json(results)
     else:
         say("\n\n".join([*(_shown(result) for result in results), _COLUMNS]))
+    written = True
+    if html is not None and results:
+        page = partial(write_page, results, command=shlex.join(sys.argv))
+        written = write_beside(html, page, "open it in a browser")
     if not all(result["ok"] for result in results):
         raise typer.Exit(FAILURE)
+    if not written:
+        raise typer.Exit(UNWRITTEN)
 
 
 def _layouts(model: str, ranks: int, device: str, gpus: int) -> list[Layout]:

@@ -65,7 +65,7 @@ def _show(result: Diagnosis) -> None:
         say(result.engine)
     width = max(len(check.name) for check in result.checks)
     for check in result.checks:
-        say(f"  {mark(check.level)}  {check.name.ljust(width)}  {check.text}")
+        say(f"  {check.name.ljust(width)}  {check.text}", lead=f"  {mark(check.level)}")
     for check in result.checks:
         if check.hint:
             say(f"\nhint: {check.name}: {one_line(check.hint)}")

@@ -17,6 +17,7 @@ SUCCESS: Final = 0
 FAILURE: Final = 1
 USAGE: Final = 2
 DIFFERS: Final = 3
+UNWRITTEN: Final = 4
 INTERRUPTED: Final = 130
 
 MEANING: Final = {
@@ -24,6 +25,7 @@ MEANING: Final = {
     FAILURE: "it failed: an engine, the network, a disk or a check",
     USAGE: "wrong usage: what was asked cannot work as asked, and nothing has moved",
     DIFFERS: "the comparison was made, and the weights differ (`verify`)",
+    UNWRITTEN: "what was asked is done and said on stdout, but a file beside the result could not be written",
     INTERRUPTED: "interrupted by Ctrl-C",
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from weightcast.cli import options
-from weightcast.cli.render import note, parse_size, progress, say, say_json
+from weightcast.cli.render import note, parse_size, progress, say, say_json, write_beside
 from weightcast.config import Target
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import count_of
@@ -198,15 +198,15 @@ def push(
             with _without_the_line_of_failure():
                 report = updater.update(version=version)
         except UpdateFailed as error:
-            _write(error.report, trace, html)
+            _written(error.report, trace, html)
             raise
         finally:
             updater.close()
-    _write(report, trace, html)
     if as_json:
         say_json(report.to_dict())
     else:
         say(str(report))
+    written = _written(report, trace, html)
     if not report.ok:
         failed = sum(row.status != "serving" or row.version_after != version for row in report.targets)
         note(f"error: {failed} of {count_of(len(report.targets), 'engine')} do not serve version {version}")
@@ -216,6 +216,9 @@ def push(
         names = ", ".join(f"{row.url} ({row.proof})" for row in short)
         note(f"error: the new version serves, but its proof is below --require {require} on {names}")
         raise typer.Exit(options.FAILURE)
+    if not written:
+        note(f"error: every engine serves version {version}; only the file is missing")
+        raise typer.Exit(options.UNWRITTEN)
 
 
 @contextmanager
@@ -233,11 +236,14 @@ def _without_the_line_of_failure() -> Generator[None]:
         logger.removeFilter(is_no_failure)
 
 
-def _write(report: UpdateReport, trace: Path | None, html: Path | None) -> None:
+def _written(report: UpdateReport, trace: Path | None, html: Path | None) -> bool:
+    """Writes the files that were asked for; says which could not be written, and returns False if there is one."""
+    written = True
     if trace is not None:
-        note(f"{report.to_perfetto(trace)}: open it at https://ui.perfetto.dev")
+        written &= write_beside(trace, report.to_perfetto, "open it at https://ui.perfetto.dev")
     if html is not None:
-        note(f"{report.to_html(html)}: open it in a browser")
+        written &= write_beside(html, report.to_html, "open it in a browser")
+    return written
 
 
 def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s: float) -> torch.device:

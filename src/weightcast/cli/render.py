@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -9,12 +10,13 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weightcast.config import parse_size as parse_size
-from weightcast.errors import UpdateFailed
+from weightcast.errors import UpdateFailed, visible
 from weightcast.report import format_bytes, one_line
 
 Advance = Callable[[int, int], None]
@@ -41,20 +43,28 @@ def mark(level: str) -> str:
     return f"\x1b[{_COLOURS[level]}m{padded}\x1b[0m"
 
 
-def say(text: str = "") -> None:
-    """Prints a line of the result on stdout."""
-    print(text)
+def say(text: str = "", *, lead: str = "") -> None:
+    """Prints a line of the result on stdout, after ``lead``, which alone may have colours.
+
+    What engines and files say cannot move the cursor or do anything else to a terminal.
+    """
+    print(lead + visible(text))
 
 
 def note(text: str) -> None:
     """Prints a line on stderr that is not part of the result."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def say_json(document: Any) -> None:
     """Prints plain data or msgspec structs as the JSON document of a command."""
-    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    print(_INNERMOST.sub(_on_one_line, text))
+    try:
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    except UnicodeEncodeError:  # a path with bytes that are no text
+        text = json.dumps(msgspec.to_builtins(document), indent=2)
+    plain = "utf" not in (sys.stdout.encoding or "utf-8").lower()  # JSON has escapes of its own
+    unsafe = re.compile(r"[^\n -~]" if plain else r"[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+    print(unsafe.sub(lambda found: json.dumps(found[0])[1:-1], _INNERMOST.sub(_on_one_line, text)))
 
 
 def _on_one_line(array: re.Match[str]) -> str:
@@ -62,6 +72,16 @@ def _on_one_line(array: re.Match[str]) -> str:
     line = re.sub(r"\n *", " ", array[0].replace("[\n", "[", 1)).strip()
     line = re.sub(r"^\[ +", "[", re.sub(r" +\]$", "]", line))
     return line if len(line) <= _LINE else array[0]
+
+
+def write_beside(path: Path, write: Callable[[Path], Path], what_to_do: str) -> bool:
+    """Writes a file beside a result that is said already, so that a full disk does not lose it; False if it failed."""
+    try:
+        note(f"{write(path)}: {what_to_do}")
+    except OSError as error:
+        note(f"warning: {path} could not be written: {error.strerror or error}")
+        return False
+    return True
 
 
 def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None:

@@ -100,17 +100,23 @@ def open_event(handle: bytes, device: torch.device) -> Any:
         return torch.cuda.Event.from_ipc_handle(device, handle)
 
 
-def as_tensor(pointer: int, size_bytes: int, device: torch.device, owner: torch.device) -> torch.Tensor:
-    """Views mapped memory as a flat uint8 tensor.  The caller must keep it mapped.
+def as_tensor(base: int, offset_bytes: int, size_bytes: int, device: torch.device, owner: torch.device) -> torch.Tensor:
+    """Views a part of an allocation that ``open_memory`` has mapped as a flat uint8 tensor; it must stay mapped.
 
-    It was mapped for ``device``, and is said to be on ``owner``; DriverError if it lies on another one.
+    It was mapped for ``device``, and is said to be on ``owner``.  DriverError if it lies on another one, or if the part
+    is not wholly in it: kernels would read what is beside it.
     """
-    ordinal = ctypes.c_int()
+    ordinal, first, size = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     with current(device):
-        _get_attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, pointer)
+        _get_attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, base)
+        _get_range(ctypes.byref(first), ctypes.byref(size), base)
+    if offset_bytes < 0 or offset_bytes + size_bytes > first.value + size.value - base:
+        raise DriverError(
+            f"the message says {size_bytes} bytes from byte {offset_bytes} on, and the allocation has {size.value}"
+        )
     if ordinal.value not in (owner.index, device.index):
         raise DriverError(f"the buffer lies on cuda:{ordinal.value}, and the message says {owner}")
     # torch's public ways ask the driver on which device memory lies, and copy it if that is another one.
     make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportPrivateUsage]
-    storage = make(pointer, device, size_bytes)
+    storage = make(base + offset_bytes, device, size_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -12,7 +12,7 @@ import json
 import ssl
 from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from weightcast.comm import event_loop
 from weightcast.comm.http_answer import Answer, NoAnswer
@@ -29,6 +29,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.runtime.deadline import Deadline
+from weightcast.wire.fields import shown
 
 _CONNECT_S = 10.0
 _MAX_CONNECTIONS = 8
@@ -98,7 +99,7 @@ class Client:
         Raises:
             TargetUnreachable: Nothing listens there, the name does not resolve, or one end does not trust the other.
             DeadlineExceeded: The engine did not answer within the deadline.
-            TargetLost: The connection broke after the request was sent.
+            TargetLost: The connection broke after the request was sent, or the answer is a redirect.
             TargetRejected: The engine answered with a status of 400 or more; the error has its own words.
         """
         return event_loop.run(self.post(path, body, timeout_s=timeout_s))
@@ -199,6 +200,13 @@ class Client:
             raise TargetLost(f"{url} answered with more than {_MAX_REPLY_BYTES} bytes", url=url)
         if answer.status >= 400:
             raise self._refusal(method, path, answer.status, answer.body)
+        if answer.status >= 300:
+            there = urljoin(url + path, shown(answer.location.decode(errors="replace")))
+            raise TargetLost(
+                f"{url} redirects {method} {path} to {there} (status {answer.status}), and redirects are not followed",
+                url=url,
+                hint=f"use {there.partition('?')[0].removesuffix(path.partition('?')[0])} as the URL of the engine",
+            )
 
     def _refusal(self, method: str, path: str, status: int, answer: bytes) -> TargetRejected:
         hints = {
@@ -207,7 +215,7 @@ class Client:
             404: "this server has no such route; check that it is an engine with the weightcast receiver",
         }
         return TargetRejected(
-            f"{self.target.url} refused {method} {path} with status {status}: {_words(answer)}",
+            f"{self.target.url} refused {method} {path} with status {status}: {shown(_words(answer))}",
             url=self.target.url,
             hint=hints.get(status),
             status=status,
@@ -260,7 +268,7 @@ class Lease:
 
 
 def _words(answer: bytes) -> str:
-    """Takes the engine's own words out of the body of an error."""
+    """Takes the engine's own words out of the body of an error, as one line."""
     text = answer.decode(errors="replace").strip()[:500] or "no text"
     try:
         body: Any = json.loads(answer)

@@ -29,6 +29,7 @@ class Answer:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.encoding = b"identity"
+        self.location = b""
         self.reusable = self.too_large = False
         self._wants_stream = stream
         self._max_bytes, self._max_frame_bytes = max_bytes, max_frame_bytes
@@ -102,6 +103,8 @@ class Answer:
         name = name.lower()
         if name == b"content-encoding":
             self.encoding = value
+        elif name == b"location":
+            self.location = value
         elif name == b"content-length":
             self._length = value
         elif name == b"transfer-encoding":
@@ -126,7 +129,7 @@ class Answer:
             return
         self._chunks.append(data)
         self._size += len(data)
-        if self._wants_stream and self.status < 400:
+        if self._wants_stream and self.status < 300:
             self._look_for_frame()
         elif self._size > self._max_bytes:
             self.too_large = True
@@ -138,7 +141,7 @@ class Answer:
         if not self.status or self._complete:
             return
         self._complete = True
-        if self._wants_stream and self.status < 400 and not self.done.done():
+        if self._wants_stream and self.status < 300 and not self.done.done():
             self._fail(NoAnswer("the answer ended early"))
         else:
             self._finish()

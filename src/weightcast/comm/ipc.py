@@ -237,8 +237,8 @@ class Mapping:
         try:
             self._base = cuda_driver.open_memory(handle.handle, self._device)
             try:
-                start = self._base + handle.offset_bytes
-                self.data = cuda_driver.as_tensor(start, handle.size_bytes, self._device, owner)
+                part = handle.offset_bytes, handle.size_bytes
+                self.data = cuda_driver.as_tensor(self._base, *part, self._device, owner)
                 if handle.event:
                     self._event = cuda_driver.open_event(handle.event, owner)
             except BaseException:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.config import PauseMode
+from weightcast.errors import visible
 from weightcast.wire.answers import State
 from weightcast.wire.fields import Count, Digest, Label, Rank, Text, Version, decoded
 from weightcast.wire.layout import MAX_TENSORS, TensorSpec
@@ -87,6 +88,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     no_pause: dict[PauseMode, Text] = {}
     hazards: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     reads_remote: bool = False
+
+    def __post_init__(self) -> None:
+        """Makes control characters visible: these texts are shown on terminals, and an engine writes what it likes."""
+        if not all(map(str.isprintable, (self.message, *self.hazards, *self.no_pause.values()))):
+            set_field = msgspec.structs.force_setattr
+            set_field(self, "message", visible(self.message))
+            set_field(self, "hazards", tuple(map(visible, self.hazards)))
+            set_field(self, "no_pause", {mode: visible(why) for mode, why in self.no_pause.items()})
 
     @property
     def incarnation(self) -> tuple[object, ...]:

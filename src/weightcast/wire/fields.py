@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from weightcast.errors import WireError
+from weightcast.errors import WireError, visible
 from weightcast.watch.events import Step
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash
 
@@ -40,4 +40,4 @@ def decoded(read: Callable[[bytes], _T], data: bytes, what: str) -> _T:
 
 def shown(text: str) -> str:
     """Returns text from another process for a log or a label: one line without control characters."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return visible(text if text.isprintable() else " ".join(text.split()))
