@@ -13,7 +13,7 @@ import torch
 from tests.unit.models import Weights, fill, specs_of
 from weightcast.comm.ipc import SharedBuffer
 from weightcast.digest.definition import model_digest
-from weightcast.digest.sent import Sent, SentDigests, casts_of
+from weightcast.digest.sent import CastSums, Sent, SentDigests, casts_of
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
@@ -73,7 +73,7 @@ class Sender:
 
     def sent(self, kept: Sequence[TensorSpec] = ()) -> Sent:
         """The digests of what is sent, for an engine that keeps these."""
-        sent = SentDigests(casts_of(self.open.specs, [kept]), sha256=self.open.digest == "sha256")
+        sent = SentDigests(CastSums(casts_of(self.open.specs, [kept])), sha256=self.open.digest == "sha256")
         for index in range(len(self.layouts)):
             self.announce(index)
             sent.add(Bucket(self.layouts[index], self.buffer.data))

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from tests.harness import wait_for
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.sent import SentDigests, casts_of
+from weightcast.digest.sent import CastSums, SentDigests, casts_of
 from weightcast.digest.source_sums import SourceSums
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
@@ -119,7 +119,7 @@ def test_filling_and_summing_buckets_takes_no_more_than_two_casts(wire_dtype):
     slots = [touch(8 * MIB), touch(8 * MIB)]
     kept = [replace(spec, dtype="float32") for spec in specs]
     with PeakMemory(CPU) as peak, gc_paused():
-        digests = SentDigests(casts_of(specs, [kept]))
+        digests = SentDigests(CastSums(casts_of(specs, [kept])))
         for bucket in bucketize(exporter, layouts, group, slots, (), SourceSums()):
             digests.add(bucket)
         digests.release()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.models import buckets_of, specs_of, weights_of
+from weightcast.digest import on_cpu
 from weightcast.digest import sent as sent_module
 from weightcast.digest.definition import model_digest, sha256_digest, tensor_digest, unequal
-from weightcast.digest.sent import Sent, SentDigests, casts_of
+from weightcast.digest.sent import CastSums, Sent, SentDigests, casts_of
 from weightcast.update import prepare
 from weightcast.update.prepare import SendPlan
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import DTYPES, Packing, plan_buckets
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
 
 def sent(weights, *, bucket_bytes: int, kept=(), sha256: bool = False):
-    found = SentDigests(casts_of(specs_of(weights), kept), sha256=sha256)
+    found = SentDigests(CastSums(casts_of(specs_of(weights), kept)), sha256=sha256)
     for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
         found.add(bucket)
         bucket.data.zero_()  # the sender's buffer is filled again
@@ -55,6 +58,48 @@ def test_every_engine_gets_the_digest_of_what_it_keeps(monkeypatch):
             right.pop("k.weight")
             assert found.kept(keeping(dtypes), without=["k.weight"]) == right
     assert found.kept(specs_of(WEIGHTS)) == found.received
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "torch"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_casts_have_the_digests_of_each_tensor_cast_by_itself(compiled, monkeypatch, data):
+    """Whatever lies between tensors, whichever of them lie elsewhere, and however many are cast at once."""
+    assert on_cpu.available()
+    wide = ["float32", "bfloat16", "float16", "float64"]
+    make = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    weights, kept, lent = {}, [], []
+    for number in range(data.draw(st.integers(1, 9))):
+        shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=3)))
+        dtype = data.draw(st.sampled_from([*wide, "int16"]))
+        tensor = (torch.randn(shape, generator=make) * 50).to(DTYPES[dtype])
+        weights[f"t{number}"] = tensor
+        keeps = data.draw(st.sampled_from(wide)) if dtype != "int16" else dtype
+        kept.append(replace(specs_of({f"t{number}": tensor})[0], dtype=keeps))
+        if data.draw(st.booleans()):
+            lent.append(f"t{number}")
+    packing = Packing(alignment_bytes=data.draw(st.sampled_from([1, 16, 256])))
+    specs = specs_of(weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(sent_module, "_CAST_BYTES", data.draw(st.sampled_from([1, 60, 300, 16 << 20])))
+        if not compiled:
+            patch.setattr(on_cpu, "worth_it", lambda size_bytes: False)
+        casts = CastSums(casts_of(specs, [kept, specs]))
+        layouts = plan_buckets(specs, bucket_bytes=data.draw(st.integers(800, 9000)), packing=packing)
+        for _ in range(2):
+            found = SentDigests(casts)
+            for layout in layouts:
+                own = {slot.spec.name for slot in layout.slots if slot.whole} & set(lent)
+                memory = {name: weights[name].reshape(-1).view(torch.uint8) for name in own}
+                bucket = Bucket(layout, torch.full((layout.size_bytes,), 255, dtype=torch.uint8), lent=memory)
+                for slot, view in bucket.views():
+                    if slot.spec.name not in own:
+                        rows = slice(slot.first_row, slot.first_row + slot.num_rows)
+                        view.copy_(weights[slot.spec.name][rows] if slot.shape else weights[slot.spec.name])
+                found.add(bucket)
+            want = {spec.name: tensor_digest(weights[spec.name].to(spec.torch_dtype)) for spec in kept}
+            assert found.finish().kept(kept) == want
+            found.release()
 
 
 def test_what_an_engine_does_not_keep_is_not_expected_of_it():
@@ -98,11 +143,11 @@ def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monke
     same, other = keeping({}), keeping({"scale": "bfloat16"})
     plan = SendPlan(keeping({}), (), ())
     for _ in range(3):
-        assert plan.casts([same]) == {}
+        assert plan.casts([same]).dtypes == {}
     assert looked == [1]
-    assert plan.casts([same, other]) == {"scale": {"bfloat16"}}
-    assert plan.casts([other]) == {"scale": {"bfloat16"}}
-    assert plan.casts([same]) == {}
+    assert plan.casts([same, other]).dtypes == {"scale": {"bfloat16"}}
+    assert plan.casts([other]).dtypes == {"scale": {"bfloat16"}}
+    assert plan.casts([same]).dtypes == {}
     assert looked == [1, 2, 1, 1]
 
 

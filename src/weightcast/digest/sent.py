@@ -10,19 +10,22 @@ A digest is taken in the dtype that travels, and in each other dtype that an eng
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
+import msgspec
 import torch
 
-from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, piece_of, sums_of_slots
-from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest, partial_sums, sha256_digest
+from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, sums_of_slots
+from weightcast.digest.copies import copy_all
+from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest, sha256_digest
 from weightcast.digest.source_sums import Folded, Mismatch
 from weightcast.errors import TrainerMismatch, some
 from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.layout import MAX_GAP_BYTES, BucketLayout, TensorSlot, TensorSpec
 
 _CAST_BYTES = 16 << 20
 
@@ -40,6 +43,126 @@ def casts_of(specs: Iterable[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) 
             if spec.dtype != sent.get(spec.name, spec.dtype):
                 found.setdefault(spec.name, set()).add(spec.dtype)
     return found
+
+
+class CastSums:
+    """Sums of tensors in the other dtypes that engines keep, with what is worked out once for all updates of a plan.
+
+    The tensors of a bucket are cast together, some MiB at a time, so that the copy stays below the memory ceiling.
+    """
+
+    def __init__(self, dtypes: Mapping[str, Collection[str]] | None = None) -> None:
+        """Takes ``casts_of``."""
+        self.dtypes = dtypes or {}
+        self._known: dict[int, tuple[BucketLayout, list[_CastPart], PlanSums]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.dtypes)
+
+    def prepare(self, layouts: Iterable[BucketLayout], device: torch.device) -> None:
+        """Works out the sums of buckets on a device."""
+        for layout in layouts:
+            self._of(layout)[1].prepare(device)
+
+    def of(self, bucket: Bucket, scratch: Scratch) -> Iterator[tuple[Sequence[TensorSlot], torch.Tensor]]:
+        """Casts and sums a bucket, part after part.
+
+        Yields:
+            The slots of a part, of which each has the dtype of a cast, and their sums: int64 ``[slots]`` on the device.
+        """
+        parts, sums = self._of(bucket.layout)
+        for part in parts:
+            memory = scratch.buffer(part.layout.size_bytes, bucket.data.device)
+            goal = Bucket(part.layout, memory[: part.layout.size_bytes])
+            copy_all([run.target.of(goal.data) for run in part.runs], [run.source.of(bucket.data) for run in part.runs])
+            for slot, into in zip(part.sources, part.layout.slots, strict=True) if bucket.lent else ():
+                if slot.spec.name in bucket.lent:  # it lies elsewhere
+                    row = into.first_row - slot.first_row
+                    view = bucket.view(slot)
+                    goal.view(into).copy_(view[row : row + into.num_rows] if slot.shape else view)
+            yield part.layout.slots, sums.of(goal)
+
+    def _of(self, layout: BucketLayout) -> tuple[list[_CastPart], PlanSums]:
+        known = self._known.get(layout.index)
+        if known is None or known[0] is not layout:
+            parts = list(_cast_parts(layout, self.dtypes))
+            known = self._known[layout.index] = layout, parts, PlanSums([part.layout for part in parts])
+        return known[1:]
+
+
+class _Span(NamedTuple):
+    """Elements of a buffer: bytes from ``start`` to ``end``, read as a dtype."""
+
+    start: int
+    end: int
+    dtype: torch.dtype
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        return data[self.start : self.end].view(self.dtype)
+
+
+class _Run(NamedTuple):
+    """A span of a bucket that is cast in one go.  It may have gaps between tensors, whose bytes mean nothing."""
+
+    source: _Span
+    target: _Span
+
+
+class _CastPart(NamedTuple):
+    """Tensors of a bucket, or rows of them, that are cast together.
+
+    Attributes:
+        layout: Where the cast values lie in a buffer.
+        sources: The slot of the bucket for each of its slots.
+        runs: The copies that cast them.
+    """
+
+    layout: BucketLayout
+    sources: list[TensorSlot]
+    runs: list[_Run]
+
+
+def _cast_parts(layout: BucketLayout, dtypes: Mapping[str, Collection[str]]) -> Iterator[_CastPart]:
+    slots: list[TensorSlot] = []
+    sources: list[TensorSlot] = []
+    runs: list[_Run] = []
+    number = 0
+    for slot, spec, row, rows in _rows_to_cast(layout, dtypes):
+        own, kept = slot.spec.torch_dtype, spec.torch_dtype
+        size_bytes, start = rows * spec.row_bytes, slot.offset_bytes + row * slot.spec.row_bytes
+        last = runs[-1] if runs else None
+        gap = start - last.source.end if last is not None else 0
+        joins = last is not None and (own, kept) == (last.source.dtype, last.target.dtype)
+        joins = joins and 0 <= gap <= MAX_GAP_BYTES and gap % own.itemsize == 0
+        end = last.target.end if last is not None else 0
+        first = end + gap // own.itemsize * kept.itemsize if joins else -(-end // kept.itemsize) * kept.itemsize
+        if slots and first + size_bytes > _CAST_BYTES:
+            yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=end), sources, runs)
+            slots, sources, runs, number, first, joins = [], [], [], number + 1, 0, False
+        source = _Span(start, start + rows * slot.spec.row_bytes, own)
+        target = _Span(first, first + size_bytes, kept)
+        if joins:
+            before = runs.pop()
+            source, target = source._replace(start=before.source.start), target._replace(start=before.target.start)
+        runs.append(_Run(source, target))
+        slots.append(TensorSlot(spec=spec, offset_bytes=first, first_row=slot.first_row + row, num_rows=rows))
+        sources.append(slot)
+    if slots:
+        size_bytes = runs[-1].target.end
+        yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=size_bytes), sources, runs)
+
+
+def _rows_to_cast(
+    layout: BucketLayout, dtypes: Mapping[str, Collection[str]]
+) -> Iterator[tuple[TensorSlot, TensorSpec, int, int]]:
+    """A slot, the tensor in another dtype, and the first row and number of rows of the slot that are cast together."""
+    for dtype in sorted({dtype for slot in layout.slots for dtype in dtypes.get(slot.spec.name, ())}):
+        for slot in layout.slots:
+            if dtype in dtypes.get(slot.spec.name, ()):
+                spec = msgspec.structs.replace(slot.spec, dtype=dtype)
+                step = max(1, _CAST_BYTES // max(1, spec.row_bytes))
+                for row in range(0, max(slot.num_rows, 1), step):
+                    yield slot, spec, row, min(step, slot.num_rows - row)
 
 
 class Sent:
@@ -123,7 +246,7 @@ class SentDigests:
 
     def __init__(
         self,
-        casts: Mapping[str, Collection[str]] | None = None,
+        casts: CastSums | None = None,
         *,
         sha256: bool = False,
         sums: PlanSums | None = None,
@@ -133,12 +256,12 @@ class SentDigests:
 
         ``unsummed`` names tensors that no trainer rank sums at their source; None sums every bucket.
         """
-        self._casts = casts or {}
+        self._casts = casts or CastSums()
         self._sha256 = sha256
         self._unsummed = None if unsummed is None or sha256 else frozenset(unsummed)
         self._hashed: dict[str, str] = {}
         self._sums: list[tuple[BucketLayout, torch.Tensor | None]] = []
-        self._cast: list[tuple[TensorSpec, str, torch.Tensor]] = []
+        self._cast: list[tuple[Sequence[TensorSlot], torch.Tensor]] = []
         self._plan_sums = sums or PlanSums()
         self._lying: dict[int, Bucket] = {}
         self._scratch = Scratch()
@@ -149,16 +272,15 @@ class SentDigests:
         if self._sha256:
             self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
         needed = self._unsummed is None or any(
-            slot.spec.name in self._unsummed or slot.spec.name in self._casts
+            slot.spec.name in self._unsummed or slot.spec.name in self._casts.dtypes
             for slot in (bucket.layout.slots if self._unsummed or self._casts else ())
         )
         # On a CPU the sums on the way are of the source, which was read once to be copied and once to be summed.
         found = replace(bucket, sums=None) if needed and bucket.data.device.type == "cpu" else bucket
         sums = self._plan_sums.of(found) if needed else bucket.sums
         self._sums.append((bucket.layout, sums))
-        for slot in bucket.layout.slots if self._casts else ():
-            for dtype in self._casts.get(slot.spec.name, ()):
-                self._add_cast(slot, bucket.view(slot), dtype)
+        if self._casts:
+            self._cast += self._casts.of(bucket, self._scratch)
 
     def add_again(self, bucket: Bucket) -> None:
         """Notes where a bucket lies that was filled again.  Its digest is that of the first time."""
@@ -196,15 +318,14 @@ class SentDigests:
             if names:
                 raise gathered_otherwise(list(dict.fromkeys(names)), f"the bucket of trainer rank {rank}")
         fast = self._plan_sums.totals(totals_of)
-        totals: dict[tuple[str, str], int] = {}
-        specs: dict[str, TensorSpec] = {}
-        values = torch.cat([sums for _, _, sums in self._cast]).tolist() if self._cast else []
-        for (spec, dtype, _), value in zip(self._cast, values, strict=True):
-            specs[spec.name] = spec
-            totals[spec.name, dtype] = add_partial(totals.get((spec.name, dtype), 0), as_unsigned(value))
+        totals: dict[TensorSpec, int] = {}
+        values = torch.cat([sums for _, sums in self._cast]).tolist() if self._cast else []
+        slots = (slot for slots, _ in self._cast for slot in slots)
+        for slot, value in zip(slots, values, strict=True):
+            totals[slot.spec] = add_partial(totals.get(slot.spec, 0), as_unsigned(value))
         cast: dict[str, dict[str, str]] = {}
-        for (name, dtype), total in totals.items():
-            cast.setdefault(name, {})[dtype] = finish(total, dtype=DTYPES[dtype], shape=specs[name].shape)
+        for spec, total in totals.items():
+            cast.setdefault(spec.name, {})[spec.dtype] = finish(total, dtype=spec.torch_dtype, shape=spec.shape)
         return Sent(fast, hashed=self._hashed, cast=cast)
 
     def lying_otherwise(self, names: Collection[str], sources: Sequence[Folded]) -> list[str]:
@@ -221,19 +342,6 @@ class SentDigests:
         """Drops the references to the buffers."""
         self._lying.clear()
         self._scratch.free()
-
-    def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
-        """Casts and sums at most 16 MiB at a time, so that the copy stays below the memory ceiling."""
-        if not slot.spec.shape:
-            pieces = [piece_of(slot, view.to(DTYPES[dtype]), 0)]
-            self._cast.append((slot.spec, dtype, partial_sums(pieces)))
-            return
-        row_bytes = max(1, slot.spec.row_bytes // slot.spec.torch_dtype.itemsize * DTYPES[dtype].itemsize)
-        step = max(1, _CAST_BYTES // row_bytes)
-        for row in range(0, max(slot.num_rows, 1), step):
-            part = self._scratch.cast(view[row : row + step], DTYPES[dtype])
-            sums = partial_sums([piece_of(slot, part, slot.first_row + row)])
-            self._cast.append((slot.spec, dtype, sums))
 
 
 def _differing(layout: BucketLayout, folded: Folded, sums: torch.Tensor) -> list[str]:

@@ -91,10 +91,20 @@ class Scratch:
         if tensor.device.type != "cpu":
             return tensor.to(dtype)  # torch's allocator for GPUs keeps blocks for reuse
         size_bytes = tensor.numel() * dtype.itemsize
-        if self._flat.numel() < size_bytes:
+        return self.buffer(size_bytes, tensor.device)[:size_bytes].view(dtype).view(tensor.shape).copy_(tensor)
+
+    def buffer(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Returns at least so many bytes, uint8, whose contents are valid until the next call.
+
+        On a GPU that call may be made at once if it is used on the same stream.
+        """
+        if self._flat.numel() < size_bytes or self._flat.device != device:
             self._flat = torch.empty(0, dtype=torch.uint8)  # freed before more is mapped
-            self._flat = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-        return self._flat[:size_bytes].view(dtype).view(tensor.shape).copy_(tensor)
+            if device.type == "cpu" and size_bytes:
+                self._flat = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+            else:
+                self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return self._flat
 
     def free(self) -> None:
         """Frees the buffer; the next cast maps another."""

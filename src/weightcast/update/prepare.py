@@ -16,7 +16,7 @@ from weightcast.comm import event_loop
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import UpdateConfig
 from weightcast.digest.bucket_sums import PlanSums
-from weightcast.digest.sent import casts_of
+from weightcast.digest.sent import CastSums, casts_of
 from weightcast.errors import WeightcastError
 from weightcast.protocols import Preparing
 from weightcast.transports.link import Link, in_flight_to
@@ -133,11 +133,11 @@ class SendPlan:
         self.sums = PlanSums(layouts)
         self.finite = FiniteCheck()
         self._kept: list[Sequence[TensorSpec]] = []
-        self._casts: dict[str, set[str]] = {}
+        self._casts = CastSums()
 
-    def casts(self, kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
-        """As ``casts_of``; worked out again only if an engine keeps other tensors than before."""
+    def casts(self, kept: Iterable[Sequence[TensorSpec]]) -> CastSums:
+        """The sums of ``casts_of``; worked out again only if an engine keeps other tensors than before."""
         tables = list(kept)
         if len(tables) != len(self._kept) or not all(map(operator.is_, tables, self._kept)):
-            self._casts, self._kept = casts_of(self.tables.specs, tables), tables
+            self._casts, self._kept = CastSums(casts_of(self.tables.specs, tables)), tables
         return self._casts

@@ -72,7 +72,10 @@ class Verifier:
                 plan.finite.prepare(layout, plan.lent[number] if plan.lent else ())
         if self._config.verify == "none":
             return
-        if plan.casts(kept) or self._unsummed or _mute(links):
+        casts = plan.casts(kept)
+        if self._config.verify in ("resident", "behaviour"):
+            casts.prepare(plan.tables.layouts, device)
+        if casts or self._unsummed or _mute(links):
             plan.sums.prepare(device, plan.lent)
         totals = plan.sums.prepare_totals()
         for table in {id(table): table for table in kept}.values():
@@ -88,7 +91,7 @@ class Verifier:
         mute = _mute(links)
         self._finite = plan.finite
         self._digests = SentDigests(
-            plan.casts([link.info.specs for link in links]) if proven else {},
+            plan.casts([link.info.specs for link in links]) if proven else None,
             sha256=self._config.digest == "sha256",
             sums=plan.sums,
             unsummed=None if mute else self._unsummed_names,
