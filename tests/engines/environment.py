@@ -50,7 +50,7 @@ def engine_python(name: str, lists: Path = LISTS) -> Path:
         python = folder / "bin" / "python"
         if not ready:
             venv.create(folder, with_pip=True)
-            _share_torch(python)
+            share_torch(python)
             for step in steps(text):
                 pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
                 # Most of it is never imported; the rest is compiled when it is.
@@ -71,7 +71,7 @@ def _run_locked(pip: list[str], locked: Path) -> None:
     subprocess.run(pip, check=True, cwd=ROOT, env=environment)
 
 
-def _share_torch(python: Path) -> None:
+def share_torch(python: Path) -> None:
     """Link our own torch into an environment, or copy it; pip puts another there if the list wants another version.
 
     It saves most of the minute, and all of the gigabyte, that the list's first line costs otherwise.  A torch for CUDA
