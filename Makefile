@@ -12,7 +12,9 @@ PIP     := PIP_CONSTRAINT=$(LOCK) PIP_BUILD_CONSTRAINT=$(LOCK) \
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 # Two jobs: the engines' environments need only our torch, so make creates them while `setup` goes on.
+ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += --jobs=2
+endif
 
 .PHONY: setup lock demo engines test test-newest wide-test fuzz faults soak docs check engine-test sweep example-test \
 	gpu-test format clean
