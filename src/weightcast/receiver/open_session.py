@@ -106,7 +106,7 @@ def check_idle(current: OpenSession | None) -> None:
 
 def owner(message: Open) -> str:
     """The trainer process that opened a session, in words."""
-    return f"process {message.owner.pid} on {shown(message.owner.host)} (to version {message.version})"
+    return f"process {message.owner.pid} on {shown(message.owner.host)[:255]} (to version {message.version})"
 
 
 def check_readable(message: ReadChunk, engine: EngineState, ranks: int, *, writing: bool) -> None:

@@ -8,6 +8,7 @@ All ranks choose the mechanism together, so that no rank waits in one while its 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import platform
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from weightcast.errors import DeadlineExceeded, EngineFailure
 
 Reduce = Callable[[torch.Tensor], None]
+
+_log = logging.getLogger(__name__)
 
 _dist: Any = dist  # its annotations of stores and backends fit only builds that have all of them
 
@@ -177,18 +180,31 @@ def _nccl(store: Any, *, rank: int, size: int) -> Any:
 
 
 def _share_memory(store: Any, *, rank: int, size: int) -> mmap.mmap | None:
-    """Maps one segment on all ranks; None on every rank if any of them cannot map it."""
+    """Maps one segment on all ranks; None on every rank if it has no room, or if any of them cannot map it."""
     num_bytes = SharedMemoryReduce.segment_bytes(size)
     host = f"{platform.machine()} {_boot_id()}"
     segment: mmap.mmap | None = None
     path = Path()
     if rank == 0:
         if platform.machine() in ("x86_64", "AMD64") and os.access("/dev/shm", os.W_OK):
-            handle, name = tempfile.mkstemp(prefix=f"weightcast-tp-{os.getpid()}-", dir="/dev/shm")
-            path = Path(name)
-            os.ftruncate(handle, num_bytes)
-            segment = mmap.mmap(handle, num_bytes)
-            os.close(handle)
+            try:
+                with tempfile.NamedTemporaryFile(
+                    prefix=f"weightcast-tp-{os.getpid()}-", dir="/dev/shm", delete=False
+                ) as file:
+                    path = Path(file.name)
+                    # Pages that are not reserved end the ranks by SIGBUS when there is no room for them.
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+                    segment = mmap.mmap(file.fileno(), num_bytes)
+            except OSError as error:
+                _log.warning(
+                    "ranks sum over sockets, which is slower: /dev/shm has no room for %d bytes: %s; give the "
+                    "container more (docker run --shm-size)",
+                    num_bytes,
+                    error.strerror,
+                )
+                if path != Path():
+                    path.unlink()
+                path = Path()
         store.set("segment", f"{host}\n{path}")
     else:
         theirs, _, name = store.get("segment").decode().partition("\n")

@@ -94,6 +94,13 @@ def _table_of(tensors: Sequence[torch.Tensor]) -> TensorTable | None:
     except LookupError as error:
         _log.debug("%d tensors are looked at by attributes: %s", len(tensors), error)
         return None
+    except Exception as error:
+        if not made.keeps_code:
+            raise
+        # A full disk, or a file that was cut off when a disk was full.
+        _log.warning("numba cannot keep machine code, and compiles it at every start: %r", error)
+        made.keep_no_code()
+        return made(tensors)
 
 
 @cache

@@ -95,8 +95,6 @@ def _word(typingctx, address):
     return types.int64(types.int64), emit
 
 
-# It keeps the lock of Python, which reading a tensor needs.
-@njit(cache=True)
 def _read(listing, item, tensors, rows, words, at, function, clear, inside, writes):
     """Compares each tensor of a list with its row, or writes the row; returns the sum of what was found.
 
@@ -141,6 +139,10 @@ def _read(listing, item, tensors, rows, words, at, function, clear, inside, writ
     return found
 
 
+# It keeps the lock of Python, which reading a tensor needs.
+_compiled = njit(_read, cache=True)
+
+
 def _address_of(capsule: object) -> int:
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -180,6 +182,13 @@ class TensorTable:
     """
 
     _checked = False
+    keeps_code = True  # numba's machine code, in a file
+
+    @classmethod
+    def keep_no_code(cls) -> None:
+        """Compiles at every start, and reads and writes no file."""
+        global _compiled
+        cls.keeps_code, _compiled = False, njit(_read)
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reads each tensor; raises ``LookupError`` if that is not possible here."""
@@ -228,4 +237,4 @@ class TensorTable:
         scratch, words = np.empty(len(listing), dtype=np.int64), self._words
         at, inside = words.ctypes.data, self._inside
         functions = self._function, self._clear
-        return _read(id(listing), self._item, scratch, self._rows, words, at, *functions, inside, writes)
+        return _compiled(id(listing), self._item, scratch, self._rows, words, at, *functions, inside, writes)
