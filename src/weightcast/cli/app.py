@@ -6,7 +6,6 @@ exceptions.  ``options.py`` has the exit codes.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -114,9 +113,6 @@ app.add_typer(bench.bench, name="bench", short_help="Measure updates, or stress 
 
 def run() -> int:
     """Runs the command of ``sys.argv`` and returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters of a path
     try:
         app(prog_name="weightcast")
     except SystemExit as exit_:

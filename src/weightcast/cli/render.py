@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -48,12 +48,18 @@ def say(text: str = "", *, lead: str = "") -> None:
 
     What engines and files say cannot move the cursor or do anything else to a terminal.
     """
-    print(lead + visible(text))
+    print(lead + _fit(text, sys.stdout))
+
+
+def _fit(text: str, stream: TextIO) -> str:
+    """Replaces control characters, and letters of a path that the stream's encoding lacks, by escapes."""
+    encoding = stream.encoding or "utf-8"
+    return visible(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def note(text: str) -> None:
     """Prints a line on stderr that is not part of the result."""
-    print(visible(text), file=sys.stderr, flush=True)
+    print(_fit(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def say_json(document: Any) -> None:
