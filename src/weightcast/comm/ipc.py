@@ -39,6 +39,11 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """Returns the UUIDs of the GPUs that this process can see, and so may map memory of."""
+    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
+
+
 def device_of(uuid: str) -> torch.device | None:
     """Returns the visible device with this UUID, or None."""
     if uuid == "cpu":

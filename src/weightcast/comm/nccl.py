@@ -10,7 +10,9 @@ The communicator is non-blocking, so the rendezvous has a deadline of ours too.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -18,10 +20,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.cuda import nccl as torch_nccl
 
 from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import ConfigError, DeadlineExceeded
 from weightcast.runtime.deadline import Backoff
+from weightcast.wire.nccl_settings import COMPARED, NcclSettings
 
 if TYPE_CHECKING:
     from nccl.core import Communicator
@@ -219,6 +223,24 @@ class NcclGroup:
     def _check(self) -> None:
         if self._why:
             raise GroupFailed(f"group {self.name}: {self._why}")
+
+
+def settings_here(device: torch.device) -> NcclSettings | None:
+    """Returns NCCL's settings in this process; None for a device whose groups are not NCCL's."""
+    if device.type != "cuda":
+        return None
+    variables = {name: os.environ[name][:200] for name in COMPARED if name in os.environ}
+    return NcclSettings(version=_loaded_version(), variables=variables)
+
+
+def _loaded_version() -> str:
+    """Version of the library that torch has loaded, which may be newer than the one that it was built with."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # torch contains it
+        return ".".join(map(str, torch_nccl.version()))
+    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def nccl_binding() -> tuple[Any, type[Exception]]:

@@ -18,7 +18,8 @@ import torch
 
 from weightcast.comm import nixl
 from weightcast.comm.authenticated import AuthenticatedConnection
-from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.comm.ipc import device_uuid, host_id, visible_gpus
+from weightcast.comm.nccl import settings_here
 from weightcast.errors import EngineFailure, some
 from weightcast.plugins.other_hosts import Reception
 from weightcast.receiver.engine_state import EngineFacts
@@ -31,6 +32,7 @@ from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Commit, Message, Revert
+from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -54,6 +56,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
         reads_remote: True if it can read memory of other hosts through NIXL.
         host_id: Boot id of its host.
+        visible, nccl: As in ``RankInfo``.
     """
 
     rank: int
@@ -69,6 +72,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     reads_remote: bool = False
     host: str = ""
     host_id: str = ""
+    visible: tuple[str, ...] = ()
+    nccl: NcclSettings | None = None
 
 
 def socket_path(folder: str, rank: int) -> str:
@@ -156,6 +161,8 @@ class SwitchExecutor(ConnectedRanks):
                 device=hello.device,
                 host_id=hello.host_id if several else "",
                 host=hello.host if several else "",
+                visible=hello.visible,
+                nccl=hello.nccl,
             )
             for hello in self.hellos
         )
@@ -224,6 +231,8 @@ def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequenc
         host_id=host_id(),
         reads_shares=not loader.copies,  # nobody compares what must be equal if each rank reads its own share
         reads_remote=not nixl.missing(),
+        visible=visible_gpus() if device.type == "cuda" else (),
+        nccl=settings_here(device),
     )
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from weightcast.receiver.staging import Place
+from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 
 
@@ -140,14 +141,12 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to `Describe`.
 
     Attributes:
-        devices: UUID of each rank's GPU, or ``"cpu"``.
-        hosts: Boot id of each rank's host.
+        ranks: Process, device and host of each rank.
         staging_bytes: Size of the staging set on rank 0.
         cache_bytes: Memory that rank 0 reserves for keys and values.
     """
 
-    devices: list[str]
-    hosts: list[str]
+    ranks: list[RankInfo]
     staging: Place
     staging_bytes: int
     specs: list[TensorSpec]

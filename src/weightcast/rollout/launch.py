@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, get_args
 
+import msgspec
 import torch
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -51,7 +52,6 @@ from weightcast.watch.engine_metrics import EngineMetrics
 from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
-from weightcast.wire.engine_info import RankInfo
 
 log = logging.getLogger("weightcast.rollout")
 
@@ -212,17 +212,16 @@ def _start(
     )
     stack.callback(scheduler.close)
     name = config.name or Path(config.model_dir).resolve().name
-    several = len(set(described.hosts)) > 1
+    hosts = {rank.host_id for rank in described.ranks}
+    several = len(hosts) > 1
     facts = EngineFacts(
         engine=f"weightcast {__version__}",
         model=name,
         # No trainer can share memory with all ranks if they are on several hosts.
-        host_id="" if several else described.hosts[0],
+        host_id="" if several else hosts.pop(),
         ranks=tuple(
-            RankInfo(rank=rank, pid=pid, device=device, host_id=host if several else "")
-            for rank, (pid, device, host) in enumerate(
-                zip(executor.pids(), described.devices, described.hosts, strict=True)
-            )
+            msgspec.structs.replace(rank, pid=pid, host_id=rank.host_id if several else "")
+            for rank, pid in zip(described.ranks, executor.pids(), strict=True)
         ),
         staging=described.staging,
         staging_bytes=described.staging_bytes,

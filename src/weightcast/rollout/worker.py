@@ -9,10 +9,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import PretrainedConfig
 
-from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.comm.ipc import device_uuid, host_id, visible_gpus
+from weightcast.comm.nccl import settings_here
 from weightcast.digest.on_cpu import prepare
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
@@ -24,6 +26,7 @@ from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, conne
 from weightcast.rollout.checkpoint import parse_dtype, weight_files
 from weightcast.runtime.steps import Steps
 from weightcast.wire.answers import RankAck
+from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import dtype_name
 from weightcast.wire.messages import Message
 
@@ -75,13 +78,20 @@ class RolloutWorker:
 
         dtype = parse_dtype(settings.dtype)
         self._reduce: GroupReduce | SharedMemoryReduce | None = None
-        self._devices = [device_uuid(device)]
-        self._hosts = [host_id()]
+        mine = RankInfo(
+            rank=rank,
+            pid=0,  # the executor knows it
+            device=device_uuid(device),
+            host_id=host_id(),
+            visible=visible_gpus() if device.type == "cuda" else (),
+            nccl=settings_here(device),
+        )
+        self._ranks = [mine]
         store = None
         if tp_size > 1:
             store = connect(rendezvous, rank=rank, timeout_s=settings.sum_timeout_s)
-            self._devices = exchange(store, "device", device_uuid(device), rank=rank, size=tp_size)
-            self._hosts = exchange(store, "host", host_id(), rank=rank, size=tp_size)
+            told = exchange(store, "description", msgspec.json.encode(mine).decode(), rank=rank, size=tp_size)
+            self._ranks = [msgspec.json.decode(one, type=RankInfo) for one in told]
             self._reduce = join(store, rank=rank, size=tp_size, device=device, timeout_s=settings.sum_timeout_s)
         model = build_model(
             Path(settings.model_dir),
@@ -143,8 +153,7 @@ class RolloutWorker:
     def _describe(self) -> commands.Description:
         parameters = list(self._model.parameters())
         return commands.Description(
-            devices=self._devices,
-            hosts=self._hosts,
+            ranks=self._ranks,
             staging=self._place,
             staging_bytes=self._receiver.loader.staging.size_bytes,
             specs=self._model.expected_weights(),

@@ -30,6 +30,7 @@ from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import MAX_GROUP
+from weightcast.wire.nccl_settings import differences
 
 
 class BroadcastTransport(Pumped):
@@ -198,6 +199,33 @@ def _check(placement: Placement) -> None:
             f"trainer and engine share GPU {placement.places[0]}, and NCCL needs a GPU for each rank",
             hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
         )
+    check_nccl(placement)
+
+
+def check_nccl(placement: Placement) -> None:
+    """Raises ConfigError if NCCL is set otherwise in an engine rank's process than in a trainer rank's.
+
+    Trainer ranks that are in no group count too: a trainer whose ranks differ has trouble of its own.
+    """
+    members = 1 + sum(len(info.ranks) for info in placement.infos.values())
+    for url, info in placement.infos.items():
+        for rank, host in zip(info.ranks, info.hosts, strict=True):
+            for number, ours in enumerate(placement.nccl):
+                if ours is None or rank.nccl is None:
+                    continue
+                one_host = host in placement.near_hosts(info)
+                found = differences(ours, rank.nccl, members=members, one_host=one_host)
+                if not found:
+                    continue
+                words = "; ".join(
+                    f"{one.ours} in trainer rank {number}, and {one.theirs} in {info.named(rank.rank)} of {url}"
+                    for one in found
+                )
+                raise ConfigError(
+                    f"NCCL cannot make a group of the trainer and {url} ({info.engine}): {words}; nothing was sent",
+                    hint=f"{', '.join(one.set_ours for one in found)} for every trainer rank, before its first NCCL "
+                    f"group; or start the engine with {', '.join(one.set_theirs for one in found)}",
+                )
 
 
 SPEC = TransportSpec(
@@ -215,18 +243,18 @@ SPEC = TransportSpec(
 def _suits_by_rank(placement: Placement) -> bool:
     """True if some ranks of every engine are on hosts with trainer ranks, and some are not."""
     on_gpu = placement.device.type == "cuda"
-    return all(
-        info.kind == "native"
-        and {"ipc", "broadcast"} <= set(info.transports)
-        and 0 < len(placement.near_ranks(info)) < len(info.ranks)
-        and all(device != "cuda" and (device != "cpu") == on_gpu for device in info.devices)
-        for info in placement.infos.values()
+    return (
+        all(
+            info.kind == "native"
+            and {"ipc", "broadcast"} <= set(info.transports)
+            and 0 < len(placement.near_ranks(info)) < len(info.ranks)
+            and all(device != "cuda" and (device != "cpu") == on_gpu for device in info.devices)
+            for info in placement.infos.values()
+        )
+        and placement.all_see()
     )
 
 
-def _accept_all(_: Placement) -> None:
-    """Accepts what ``_suits_by_rank`` has accepted: ranks that share the trainer's GPU are in no group."""
-
-
-# For an engine whose ranks are on several hosts.  ``auto`` chooses it; nobody asks for it by name.
-BY_RANK = replace(SPEC, name="ipc+broadcast", by_rank=True, zero_copy=False, suits=_suits_by_rank, check=_accept_all)
+# For an engine whose ranks are on several hosts.  ``auto`` chooses it; nobody asks for it by name.  Ranks that share
+# the trainer's GPU are in no group.
+BY_RANK = replace(SPEC, name="ipc+broadcast", by_rank=True, zero_copy=False, suits=_suits_by_rank, check=check_nccl)

@@ -92,6 +92,7 @@ def _check_memory(placement: Placement) -> None:
             f"{', '.join(sorted(placement.devices))}",
             hint='use another way (direct_by="messages"), or another transport: transport="auto"',
         )
+    placement.check_seen(every=True)
 
 
 def _check_rdma(placement: Placement) -> None:
@@ -129,7 +130,12 @@ def _reach_memory(placement: Placement) -> bool:
 
 def _suits_memory(placement: Placement) -> bool:
     unmapped = any(url in placement.unmapped for url in placement.infos)
-    return not unmapped and _reach_memory(placement) and placement.beyond("replicas") is None
+    return (
+        not unmapped
+        and _reach_memory(placement)
+        and placement.beyond("replicas") is None
+        and placement.all_see(every=True)
+    )
 
 
 def _suits_shards(placement: Placement) -> bool:

@@ -55,7 +55,7 @@ def _suits(placement: Placement) -> bool:
     # An engine that does not report its GPUs ("cuda") may run on other GPUs than the trainer, so the caller decides.
     reported = "cuda" not in placement.devices
     supported = all(IpcTransport.name in info.transports for info in placement.infos.values())
-    return placement.beyond("trainers") is None and reported and supported
+    return placement.beyond("trainers") is None and reported and supported and placement.all_see()
 
 
 SPEC = TransportSpec(
@@ -65,5 +65,6 @@ SPEC = TransportSpec(
     mixes=True,
     large_buckets=True,
     suits=_suits,
+    check=Placement.check_seen,
     build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s, in_flight=wiring.in_flight),
 )

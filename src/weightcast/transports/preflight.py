@@ -247,17 +247,12 @@ def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[in
     All ranks do if shards are not gathered.  Otherwise the head does, and for engines that map buffers one rank on each
     host that has such engines, or all ranks of the host if others than that one share the engines' GPUs.
     """
-    places, devices = placement.places, placement.devices
     if transport.scattered:
-        return tuple(range(len(places)))
+        return tuple(range(len(placement.places)))
     chosen = {0}
     if transport.shares_memory:
         infos = placement.infos.values()
         hosts = (host for info in infos for host in placement.near_hosts(info) or (info.host_id,))
         for host in dict.fromkeys(hosts):
-            first, *others = placement.ranks_on(host)
-            colocated = "cuda" in devices or any(places[rank] in devices for rank in others)
-            chosen.add(first)
-            if placement.device.type == "cuda" and colocated:
-                chosen.update(others)
+            chosen.update(placement.fillers_on(host))
     return tuple(sorted(chosen))

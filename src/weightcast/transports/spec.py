@@ -6,7 +6,7 @@ outside a transport's file reads the registration; it never compares a transport
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,10 +15,12 @@ import torch
 
 from weightcast.comm.ipc import host_id
 from weightcast.config import TransportName, UpdateConfig
+from weightcast.errors import ConfigError
 from weightcast.protocols import Delivery, Sharing, Transport
 from weightcast.transports.link import Link
-from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
+from weightcast.wire.nccl_settings import NcclSettings
 
 SpecName = TransportName | Literal["ipc+broadcast"]
 # The engines that a transport reaches: "head" those on the host of the trainer's head, "trainers" those on any host
@@ -33,6 +35,7 @@ class Placement:
     Attributes:
         places: UUID of each trainer rank's device; the first is the head's.
         hosts: Id of each trainer rank's host; empty if all run on this one.
+        nccl: Each trainer rank's settings of NCCL, None for one without; empty if they are not known.
         whole_on: Returns the hosts whose trainer ranks hold all weights together; asked only if there are several.
         shared_folder: True if the caller named a folder for ``disk``.
         unmapped: URLs of engines that could not map memory of the trainer.
@@ -42,6 +45,7 @@ class Placement:
     device: torch.device
     places: Sequence[str]
     hosts: Sequence[str] = ()
+    nccl: Sequence[NcclSettings | None] = ()
     whole_on: Callable[[], Collection[str]] = frozenset
     shared_folder: bool = False
     primitive: str = "auto"
@@ -84,13 +88,56 @@ class Placement:
             return range(len(self.places))
         return [rank for rank, its in enumerate(self.hosts) if its == host]
 
+    def fillers_on(self, host: str) -> Sequence[int]:
+        """The trainer ranks on a host that fill whole buckets for engines there.
+
+        The first does, and all of them if others than the first share the engines' GPUs.
+        """
+        ranks = self.ranks_on(host)
+        colocated = "cuda" in self.devices or any(self.places[rank] in self.devices for rank in ranks[1:])
+        return ranks if self.device.type == "cuda" and colocated else ranks[:1]
+
+    def sees(self, rank: RankInfo, host: str, *, every: bool) -> bool:
+        """True if a rank on a host may map a bucket of trainer ranks there; with ``every``, memory of each of them."""
+        if not rank.visible or host not in self._trainer_hosts:
+            return True
+        ranks = self.ranks_on(host) if every else self.fillers_on(host)
+        needed = {self.places[trainer] for trainer in ranks}
+        return needed <= set(rank.visible) if every else not needed.isdisjoint(rank.visible)
+
+    def all_see(self, *, every: bool = False) -> bool:
+        """True if no engine rank is known not to see the trainer's GPUs; as ``sees``."""
+        return not any(self._blind(every=every))
+
+    def check_seen(self, *, every: bool = False) -> None:
+        """Raises ConfigError if an engine rank does not see the trainer's GPUs, so that it cannot map their memory."""
+        for url, info, rank in self._blind(every=every):
+            theirs = dict.fromkeys(self.places[trainer] for trainer in self.ranks_on(rank.host_id or info.host_id))
+            raise ConfigError(
+                f"{info.named(rank.rank)} of {url} cannot map the trainer's memory: its process sees only "
+                f"{', '.join(rank.visible)}, and the trainer runs on {', '.join(theirs)}; nothing was sent",
+                hint="add the trainer's GPUs to the engine's CUDA_VISIBLE_DEVICES, or use broadcast: "
+                'transport="broadcast", --via broadcast',
+            )
+
+    def _blind(self, *, every: bool) -> Iterator[tuple[str, EngineInfo, RankInfo]]:
+        for url, info in self.infos.items():
+            for rank, host in zip(info.ranks, info.hosts, strict=True):
+                if not self.sees(rank, host, every=every):
+                    yield url, info, rank
+
     def reads_on(self, url: str) -> tuple[str, ...]:
         """For each rank of an engine, the host whose trainer ranks' memory it can read; empty for none."""
         info, on_gpu = self.infos[url], self.device.type == "cuda"
         if url in self.unmapped:
             return ("",) * len(info.ranks)
         return tuple(
-            host if host in self._trainer_hosts and rank.device != "cuda" and (rank.device != "cpu") == on_gpu else ""
+            host
+            if host in self._trainer_hosts
+            and rank.device != "cuda"
+            and (rank.device != "cpu") == on_gpu
+            and self.sees(rank, host, every=True)
+            else ""
             for rank, host in zip(info.ranks, info.hosts, strict=True)
         )
 

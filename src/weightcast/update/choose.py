@@ -39,6 +39,7 @@ from weightcast.update.reach import Reach
 from weightcast.watch.listeners import Events
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import Packing, TensorSpec
+from weightcast.wire.nccl_settings import NcclSettings
 
 Probed = dict[str, EngineInfo | WeightcastError]  # by URL
 
@@ -65,6 +66,7 @@ class Plan:
         hosts: Sequence[str] = (),
         *,
         free_bytes: int = 0,
+        nccl: Sequence[NcclSettings | None] = (),
     ) -> None:
         """Nothing is asked yet.
 
@@ -73,6 +75,7 @@ class Plan:
             links: Links that an earlier plan hands on, by URL.
             hosts: Id of each trainer rank's host; empty if all run on this one.
             free_bytes: GPU memory that each trainer rank may still take, where it is smallest; 0 if it is not known.
+            nccl: Each trainer rank's settings of NCCL; empty if they are not known.
         """
         self.urls = tuple(target.url for target in targets)
         self.links = dict(links or {})
@@ -85,7 +88,7 @@ class Plan:
         self._reading_hosts: tuple[str, ...] = ()
         self._leg_hosts: tuple[str, ...] = ()
         self._roster = roster
-        self.reach = Reach(config, exporter, specs, places, hosts)
+        self.reach = Reach(config, exporter, specs, places, hosts, nccl)
         self._sharings: frozenset[Sharing] = frozenset()
         self._packing = Packing()
         self._free_bytes = free_bytes

@@ -20,7 +20,8 @@ import torch
 
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.http import Client
-from weightcast.comm.ipc import device_of, host_id
+from weightcast.comm.ipc import device_of, host_id, visible_gpus
+from weightcast.comm.nccl import settings_here
 from weightcast.comm.rendezvous import GroupFailed, Rendezvous
 from weightcast.comm.update_group import UpdateGroup, local_address_towards
 from weightcast.config import Target
@@ -36,7 +37,9 @@ from weightcast.protocols import Delivery
 from weightcast.report import count_of, format_bytes, one_line
 from weightcast.runtime.addresses import is_loopback
 from weightcast.runtime.free_memory import free_host_bytes
+from weightcast.transports.broadcast import check_nccl
 from weightcast.transports.registry import TRANSPORTS
+from weightcast.transports.spec import Placement
 from weightcast.update.recognise import ask, recognise
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo
@@ -254,7 +257,17 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
         )
         return
     devices = dict.fromkeys(rank.device for rank in info.ranks)
-    unseen = [device for device in devices if device_of(device) is None]
+    here = visible_gpus()
+    blind = [rank for rank in info.ranks if rank.visible and not set(here) & set(rank.visible)]
+    if blind:
+        yield _warn(
+            "ipc",
+            f"{info.named(blind[0].rank)} sees only {', '.join(blind[0].visible)}, and this process sees "
+            f"{', '.join(here) or 'no GPU'}: an update takes broadcast",
+            hint="for ipc, add the trainer's GPUs to the engine's CUDA_VISIBLE_DEVICES",
+        )
+        return
+    unseen = [rank.device for rank in info.ranks if not rank.visible and device_of(rank.device) is None]
     if unseen:
         yield _warn(
             "ipc",
@@ -334,7 +347,7 @@ def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s
         ]
     if any(rank.device != "cpu" for rank in info.ranks):
         text = f"this process listens at {address}; joining was not tried: the engine keeps its weights on GPUs"
-        return [_ok("rendezvous", text)]
+        return [_ok("rendezvous", text), *_nccl(info)]
     if info.state != "serving":
         text = f"this process listens at {address}; joining was not tried: the engine is {info.state}"
         return [_warn("rendezvous", text, hint="run this again when the engine serves")]
@@ -344,6 +357,19 @@ def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s
         hint = f"allow TCP from {client.target.host} to this machine at {address}, or pass --rendezvous HOST"
         return [_fails("rendezvous", one_line(str(error)), hint=error.hint or hint)]
     return [_ok("rendezvous", f"{count_of(info.tp_size, 'rank')} joined this process at {address} and left again")]
+
+
+def _nccl(info: EngineInfo) -> Iterator[Check]:
+    """Compares NCCL in a trainer with this process's environment to NCCL in the engine's ranks."""
+    if torch.cuda.is_available() and any(rank.nccl is not None for rank in info.ranks):
+        device = torch.device("cuda")
+        place = Placement(infos={"the engine": info}, device=device, places=("",), nccl=(settings_here(device),))
+        try:
+            check_nccl(place)
+        except ConfigError as error:
+            yield _warn("nccl", one_line(str(error)), error.hint)
+        else:
+            yield _ok("nccl", "set alike here and in the engine's ranks")
 
 
 def _listen_on(address: str) -> None:

@@ -39,6 +39,7 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, total_bytes
 from weightcast.wire.messages import Open
+from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.update.head")
 
@@ -62,12 +63,23 @@ class Head:
         hosts: Sequence[str] = (),
         *,
         free_bytes: int = 0,
+        nccl: Sequence[NcclSettings | None] = (),
     ) -> None:
         """The arguments are those of ``Plan``; links come from ``before``, the head of the membership before."""
         self._events = events if events is not None else Events()
         known = before._plan.kept_links(roster) if before is not None else {}
         self._plan = Plan(
-            targets, roster, config, exporter, specs, places, known, self._events, hosts, free_bytes=free_bytes
+            targets,
+            roster,
+            config,
+            exporter,
+            specs,
+            places,
+            known,
+            self._events,
+            hosts,
+            free_bytes=free_bytes,
+            nccl=nccl,
         )
         self._verifier = Verifier(self._plan, config, exporter, specs)
         self._config = config

@@ -12,6 +12,7 @@ from weightcast.comm.rendezvous import Invited
 from weightcast.errors import ConfigError, TargetError, TargetsFailed, UpdateFailed, WeightcastError
 from weightcast.report import UpdateReport
 from weightcast.wire.layout import Packing
+from weightcast.wire.nccl_settings import NcclSettings
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +91,14 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a trainer rank keeps its weights: the UUID of its GPU or ``"cpu"``, and the bytes of it that are free."""
+    """Where a trainer rank keeps its weights: the UUID of its GPU or ``"cpu"``, and the bytes of it that are free.
+
+    ``nccl`` has its settings of NCCL, if it is on a GPU.
+    """
 
     device: str
     free_bytes: int = 0
+    nccl: NcclSettings | None = None
 
 
 def least_free_bytes(places: Sequence[Place]) -> int:

@@ -18,6 +18,7 @@ from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
+from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.update.reach")
 
@@ -32,13 +33,15 @@ class Reach:
         specs: Sequence[TensorSpec],
         places: Sequence[str],
         hosts: Sequence[str],
+        nccl: Sequence[NcclSettings | None] = (),
     ) -> None:
-        """Nothing is chosen yet; ``places`` and ``hosts`` are those of ``Placement``."""
+        """Nothing is chosen yet; ``places``, ``hosts`` and ``nccl`` are those of ``Placement``."""
         self._config = config
         self._exporter = exporter
         self._specs = tuple(specs)
         self._places = tuple(places)
         self._hosts = tuple(hosts)
+        self._nccl = tuple(nccl)
         self._best: TransportSpec | None = None
         self._chosen: dict[str, TransportSpec] = {}  # by URL; an absent target gets its own when it comes
         self._left: dict[str, set[str]] = {}  # by URL: names of transports that failed for the target
@@ -70,6 +73,7 @@ class Reach:
             device=self._exporter.device,
             places=self._places,
             hosts=self._hosts,
+            nccl=self._nccl,
             whole_on=self._whole_on,
             shared_folder=self._config.disk_folder is not None,
             primitive=self._config.direct_by,
@@ -170,7 +174,13 @@ class Reach:
         placement, left = self.placement({url: info}), {*self._left.get(url, ()), *without}
         if not left & {BY_RANK.name, "ipc"} and BY_RANK.suits(placement):
             return BY_RANK
-        return choose_transport("auto", placement, without={*unmixed, *left})
+        spec = choose_transport("auto", placement, without={*unmixed, *left})
+        if not spec.shares_memory and placement.beyond("trainers") is None and "ipc" in info.transports:
+            try:
+                placement.check_seen()
+            except ConfigError as why:
+                log.info("auto takes %s: %s", spec.name, why)
+        return spec
 
     def _late(self, link: Link, *, planned: bool) -> TransportSpec:
         """The transport of a target that was away: its best one if that needs no buffers that were not planned."""

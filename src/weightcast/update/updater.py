@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from weightcast.comm.ipc import device_uuid
+from weightcast.comm.nccl import settings_here
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.config import (
     DigestKind,
@@ -406,7 +407,8 @@ class WeightUpdater:
         device = self._exporter.device
         held = self._stream.buffer_bytes if self._stream is not None else 0  # freed before others are allocated
         free_bytes = free_bytes_of(device) + held
-        places = self._group.gather_bytes(msgspec.json.encode(Place(device_uuid(device), free_bytes)))
+        seat = Place(device_uuid(device), free_bytes, settings_here(device))
+        places = self._group.gather_bytes(msgspec.json.encode(seat))
         choice, head, layouts = Choice(), None, list[BucketLayout]()
         if self._group.is_head:
             assert places is not None
@@ -433,6 +435,7 @@ class WeightUpdater:
                     events=self._events,
                     hosts=self._group.hosts if self._group.world_size > 1 else (),
                     free_bytes=least_free_bytes(seats),
+                    nccl=[seat.nccl for seat in seats],
                 )
                 choice = head.choose()
                 layouts = self._layouts_for(choice)

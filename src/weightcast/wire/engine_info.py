@@ -16,6 +16,7 @@ from weightcast.errors import visible
 from weightcast.wire.answers import State
 from weightcast.wire.fields import Count, Digest, Label, Rank, Text, Version, decoded
 from weightcast.wire.layout import MAX_TENSORS, TensorSpec
+from weightcast.wire.nccl_settings import NcclSettings
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +28,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         device: UUID of the GPU, or ``"cpu"``; ``"cuda"`` if the engine does not report which GPU.
         host_id: Boot id of the rank's host; empty if all ranks are on the engine's own host.
         host: Name of that host, for errors; empty if it is not known.
+        visible: UUIDs of the GPUs that the rank's process can see; empty if it does not report them, and on a CPU.
+        nccl: NCCL in the rank's process; None if it does not report that, and on a CPU.
     """
 
     rank: Rank
@@ -34,6 +37,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Label
     host_id: Label = ""
     host: Label = ""
+    visible: Annotated[tuple[Label, ...], Meta(max_length=4096)] = ()
+    nccl: NcclSettings | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
