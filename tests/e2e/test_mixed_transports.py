@@ -72,6 +72,20 @@ def test_engines_here_and_elsewhere_get_one_update_by_two_transports(engines, aw
     assert min(commits) >= max(sorted(buckets)[:middle])
 
 
+@pytest.mark.parametrize("name", ["auto", "broadcast"])
+def test_the_group_is_made_at_connect_and_not_in_the_first_update(engines, away, name):
+    model, events = trainer_of(next_version()), []
+    with connect(model, [engines.one, away], transport=name, timeout_s=PATIENCE_S, on_event=events.append) as updater:
+        joined = {event.target for event in events if isinstance(event, Asked) and event.message == "join"}
+        assert joined == ({away.url} if name == "auto" else {engines.one.url, away.url})
+        events.clear()
+        for _ in range(2):
+            report = update(updater, model)
+            assert {proof for _, proof in ways(report)} == {"resident"}
+            assert {serves_whole(engine) for engine in (engines.one, away)} == {report.version}
+        assert not [event for event in events if isinstance(event, Asked) and event.message == "join"]
+
+
 @pytest.mark.parametrize("name", ["ipc", "broadcast"])
 def test_a_transport_that_is_named_is_used_for_all_or_refused(engines, away, name):
     model = trainer_of(next_version())

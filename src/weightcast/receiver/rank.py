@@ -229,6 +229,8 @@ class WeightReceiver:
             case Join():
                 if message.members and self.rank not in message.members:
                     return self._ack()
+                if not message.session:
+                    self._interrupted.clear()  # by the end of an update that is over
                 place = message.members.index(self.rank) if message.members else self.rank
                 self._broadcast.join(message, rank=place, tells=self._shares.wanted() if message.wants else None)
                 return self._ack()

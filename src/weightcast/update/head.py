@@ -116,6 +116,11 @@ class Head:
         self._verifier.prepare(plan, links)
         return preparing
 
+    def meet_ahead(self) -> None:
+        """Makes the process groups of the updates to come; as ``Sessions.meet_ahead``."""
+        links = self._plan.links
+        self.sessions.meet_ahead([links[url] for url in self._plan.urls if url in links and links[url].planned])
+
     def begin(self, version: int, *, must_be: str | None = None, only: Sequence[str] | None = None) -> None:
         """Starts a new update, in which targets that failed before take part again.
 

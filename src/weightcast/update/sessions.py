@@ -87,6 +87,24 @@ class Sessions:
         self.begin()
         self._resent_bytes = 0
 
+    def meet_ahead(self, links: Sequence[Link]) -> None:
+        """Makes the groups of the updates to come, outside of any session, with engines that can join so.
+
+        If that fails, the first update tries again and reports it; what kept an engine from joining is logged here.
+        """
+        in_groups = [link for link in links if self._plan.reach.of(link.url).cells]
+        if not in_groups or not all(link.adapter.meeting == "weightcast" for link in in_groups):
+            return
+        self.links = links
+        self._renew_transport()
+        if self._transport is None or self._exchanging is not None:
+            return  # all trainer ranks join such a group, in step
+        try:
+            self._transport.connect()
+            raise_together([cell.failure for cell in self.broken])
+        except WeightcastError as error:
+            log.warning("no process group could be made with the engines yet; the first update tries again: %s", error)
+
     def begin_open(
         self,
         links: Sequence[Link],

@@ -457,6 +457,8 @@ class WeightUpdater:
         stream.prepare(plan)
         if preparing is not None:
             preparing.wait()
+        if self._head is not None:
+            self._head.meet_ahead()
 
     def _use(self, choice: Choice, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
         """Makes the stream of buckets for the head's choices, with layouts that are known already.  Collective."""
