@@ -11,6 +11,7 @@ The engines' own senders run in the same processes on the same shards: ``send_by
 from __future__ import annotations
 
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from benchmarks.buckets import buckets_of
 from torch import nn
 
 from weightcast import WeightUpdater
+from weightcast.comm.nccl import settings_here
 from weightcast.comm.ports import quiet_port
 
 PATIENCE_S = 120.0
@@ -86,6 +88,17 @@ def checkpoint(folder: Path, family: str, sizes: dict[str, Any], dtype: torch.dt
     return end
 
 
+class Warnings(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 class Rank:
     """One rank of the trainer."""
 
@@ -93,6 +106,8 @@ class Rank:
         self.rank, self.world = rank, world
         self.device = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
         self._updaters: dict[str, WeightUpdater] = {}
+        self._warnings = Warnings()
+        logging.getLogger("weightcast").addHandler(self._warnings)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = empty_model(family, sizes, dtype)
         if world > 1:
@@ -104,6 +119,7 @@ class Rank:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
         self.model: Any = model.to_empty(device=self.device)
+        self.model.tie_weights()  # which ``to_empty`` has undone
         with self.device:  # buffers are computed, not loaded
             self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config=self.model.config)
         self._std = 0.05 if device == "cuda" else 0.3
@@ -126,11 +142,18 @@ class Rank:
         """Bytes of this rank's shards."""
         return sum(_local(parameter).nbytes for parameter in self.model.parameters())
 
-    def connect(self, key: str, urls: Sequence[str], options: dict[str, Any]) -> float:
-        """Connects under a key; returns the seconds."""
+    def connect(self, key: str, urls: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+        """Connects under a key; returns the seconds, the transport that was chosen, and NCCL's version."""
         began = time.monotonic()
-        self._updaters[key] = WeightUpdater.connect(self.model, list(urls), timeout_s=60.0, **options)
-        return time.monotonic() - began
+        self._updaters[key] = updater = WeightUpdater.connect(self.model, list(urls), timeout_s=60.0, **options)
+        took = round(time.monotonic() - began, 3)
+        nccl = settings_here(self.device)
+        return {"seconds": took, "transport": updater.transport, "nccl": str(nccl)}
+
+    def warnings(self) -> list[str]:
+        """The warnings that weightcast has logged since the last call."""
+        said, self._warnings.said = self._warnings.said, []
+        return said
 
     def update(self, key: str, version: int, seed: int) -> dict[str, Any]:
         """New weights, and one update; when it began and ended is in seconds of the clock that all processes share."""

@@ -26,7 +26,6 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_IS_FLASHINFER_AVAILABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
     "ENGINE_STARTS": "python",  # no forks: a process that has used CUDA cannot be forked
 }
 _running: list[Server] = []

@@ -68,8 +68,10 @@ class Run:
         update = {"transport": args.via, "pause": args.pause, "verify": args.verify, "wire_dtype": args.dtype}
         update["bucket_bytes"] = args.bucket_bytes
         with ExitStack() as starting:
-            self.trainers = starting.enter_context(TrainWorkers(Learner, trainer_bundles, settings, update=update))
             kind = engine_kind(args, sleeps=self.shared)
+            self.trainers = starting.enter_context(
+                TrainWorkers(Learner, trainer_bundles, settings, update=update, engines=kind)
+            )
             self.engines = starting.enter_context(
                 RolloutEngines(kind, engine_bundles, log_folder=self.out, start_timeout_s=args.start_timeout)
             )

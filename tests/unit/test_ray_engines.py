@@ -14,7 +14,7 @@ from tests.clock import PATIENCE_S
 from tests.procs import gone, wait_until_gone
 from weightcast.errors import ConfigError
 from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
-from weightcast.ray.engine_kinds import wake_requests
+from weightcast.ray.engine_kinds import EngineKind, wake_requests
 from weightcast.ray.engines import Member
 from weightcast.report import TargetReport, UpdateReport
 
@@ -38,6 +38,14 @@ def test_command_lines():
     assert lmdeploy.command[:6] == ("lmdeploy", "serve", "api_server", "m", "--backend", "pytorch")
     assert lmdeploy.command[-2:] == ("--dtype", "bfloat16")
     assert (lmdeploy.sleep, lmdeploy.wake) == (("/sleep?level=1",), ("/wakeup",))
+
+
+def test_trainers_get_the_settings_of_nccl_that_the_server_makes_for_itself():
+    assert sglang_engine("m", receiver=True).trainer_env == {"NCCL_CUMEM_ENABLE": "0"}
+    assert sglang_engine("m", "--enable-symm-mem").trainer_env == {"NCCL_CUMEM_ENABLE": "1"}
+    assert vllm_engine("m").trainer_env == {}
+    own = EngineKind(command=("serve",), env={"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"})
+    assert own.trainer_env == {"NCCL_NVLS_ENABLE": "0"}
 
 
 def test_engines_wake_wholly_or_by_tag():

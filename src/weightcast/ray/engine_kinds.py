@@ -10,6 +10,7 @@ from typing import Literal
 from urllib.parse import urlencode
 
 from weightcast.errors import ConfigError
+from weightcast.wire.nccl_settings import COMPARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +22,23 @@ class EngineKind:
         health: Path that answers 200 once the engine serves.
         sleep: Paths to POST ``{}`` to, in order, to free the accelerator; empty if the engine cannot sleep.
         wake: Paths to POST ``{}`` to, in order, to wake up.
+        nccl: Variables of NCCL that the server sets in its own processes, unless ``env`` has them.
         wake_tags: Where the last of these paths takes the names of the memory to wake, such as ``weights``: in its
             query (``?tags=weights&tags=kv_cache``), in its body (``{"tags": ["weights"]}``), or nowhere.
     """
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    nccl: Mapping[str, str] = field(default_factory=dict[str, str])
     health: str = "/health"
     sleep: tuple[str, ...] = ()
     wake: tuple[str, ...] = ()
     wake_tags: Literal["query", "body"] | None = None
+
+    @property
+    def trainer_env(self) -> dict[str, str]:
+        """Variables of NCCL that trainers must have too, to be in one group with the engine."""
+        return {**self.nccl, **{name: value for name, value in self.env.items() if name in COMPARED}}
 
 
 def reference_engine(model: str, *arguments: str) -> EngineKind:
@@ -86,6 +94,7 @@ def sglang_engine(
             *arguments,
         ),
         env={"SGLANG_PLUGINS": "weightcast"} if receiver else {},
+        nccl={"NCCL_CUMEM_ENABLE": "1" if "--enable-symm-mem" in arguments else "0"},
         sleep=("/release_memory_occupation",),
         wake=("/resume_memory_occupation",),
         wake_tags="body",

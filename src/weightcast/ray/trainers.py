@@ -13,6 +13,7 @@ from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, Weig
 from weightcast.ray.actors import ActorsFailed, Place, collect
 from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
+from weightcast.ray.engine_kinds import EngineKind
 from weightcast.ray.engines import RolloutEngines
 from weightcast.ray.train_rank import TrainRank
 from weightcast.report import UpdateReport
@@ -31,6 +32,7 @@ class TrainWorkers:
         *,
         update: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        engines: EngineKind | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """Starts the ranks, makes their process group, and builds a learner on each.
@@ -41,6 +43,7 @@ class TrainWorkers:
             settings: Keyword arguments of ``make``.
             update: Keyword arguments of ``WeightUpdater.connect``: transport, bucket_bytes, pause, ...
             env: Environment of the ranks, e.g. ``{"OMP_NUM_THREADS": "1"}``.
+            engines: Kind of the engines, whose settings of NCCL the ranks get, unless ``env`` has others.
             timeout_s: Deadline of the start, and of every call that sets none, in seconds.
 
         Raises:
@@ -54,8 +57,9 @@ class TrainWorkers:
         self._broken = ""
         self._closed = False
         self.places: tuple[Place, ...] = ()
+        environment = {**(engines.trainer_env if engines is not None else {}), **(env or {})}
         self._actors: list[Any] = [
-            TrainRank.options(**bundles.options(index)).remote(dict(env or {})) for index in bundles.indices
+            TrainRank.options(**bundles.options(index)).remote(environment) for index in bundles.indices
         ]
         self._names = [f"trainer rank {rank}" for rank in range(len(self._actors))]
         try:

@@ -175,7 +175,7 @@ class Reach:
         if not left & {BY_RANK.name, "ipc"} and BY_RANK.suits(placement):
             return BY_RANK
         spec = choose_transport("auto", placement, without={*unmixed, *left})
-        if not spec.shares_memory and placement.beyond("trainers") is None and "ipc" in info.transports:
+        if not spec.shares_memory and placement.beyond("trainers") is None:
             try:
                 placement.check_seen()
             except ConfigError as why:
