@@ -254,7 +254,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="sglang,vllm", help="in this order")
     parser.add_argument("--model-shape", choices=sorted(SHAPES), default="small")
-    parser.add_argument("--pauses", default="retract", help="pauses of connect, one after the other")
+    parser.add_argument("--pauses", default="auto", help="pauses of connect, one after the other")
     parser.add_argument("--repeats", type=int, default=5, help="updates after the first one of each connect")
     parser.add_argument("--sglang-site", default="", help="folder that holds SGLang")
     parser.add_argument("--vllm-site", default="", help="folder that holds vLLM")

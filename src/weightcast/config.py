@@ -14,6 +14,7 @@ from weightcast.errors import ConfigError
 
 TransportName = Literal["auto", "ipc", "direct", "broadcast", "disk", "checkpoint-engine"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
+PauseChoice = Literal["auto", "abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
 DigestKind = Literal["fast", "sha256"]
@@ -126,7 +127,9 @@ class UpdateConfig:
             bytes that it needs.  NCCL's own memory does not count.
         max_connections: Most connections to all engines together; None takes half of the process's limit of open files,
             at most 4,096.  The open session of an engine and requests that engines answer together go above it.
-        pause: Fate of the requests that run at the moment of the switch.
+        pause: Fate of the requests that run at the moment of the switch.  ``"auto"`` is ``"retract"`` on each target
+            that can, so that they go on with the new weights; on another one they end (``"abort"``), and ``connect``
+            logs why.
         verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
         timeout_s: Deadline of each single wait, in seconds; at most six hours.
@@ -167,7 +170,7 @@ class UpdateConfig:
     bucket_bytes: int | None = None
     max_extra_bytes: int | None = None
     max_connections: int | None = None
-    pause: PauseMode = "abort"
+    pause: PauseChoice = "auto"
     verify: VerifyLevel = "resident"
     digest: DigestKind = "fast"
     timeout_s: float = 120.0
@@ -189,7 +192,7 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("transport", TransportName),
-            ("pause", PauseMode),
+            ("pause", PauseChoice),
             ("verify", VerifyLevel),
             ("require", VerifyLevel),
             ("digest", DigestKind),

@@ -183,3 +183,42 @@ def test_settings_are_read_where_nccl_runs(monkeypatch):
     assert found.variables["NCCL_CUMEM_ENABLE"] == "0"
     assert "NCCL_NVLS_ENABLE" not in found.variables
     assert nccl.settings_here(torch.device("cpu")) is None
+
+
+# -- direct by messages between GPUs, which is slower than a broadcast
+
+
+def sendable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an exporter without weights pass for one whose shards can be sent."""
+    for name in ("reach", "choose"):
+        monkeypatch.setattr(f"weightcast.update.{name}.check_scattered", lambda *_: None)
+
+
+@pytest.mark.parametrize("way", ["auto", "messages", "relay"])
+def test_direct_by_messages_between_gpus_warns_and_says_what_to_use(way: Any, monkeypatch, caplog):
+    sendable(monkeypatch)
+    caplog.set_level(logging.WARNING, "weightcast")
+    plan = plan_of({URL: engine(ENGINE, visible=(ENGINE,))}, [TRAINER], transport="direct", direct_by=way)
+    assert plan.choose().transport == "direct"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "327 to 352 ms" in line
+    assert 'transport="broadcast"' in line
+
+
+@pytest.mark.parametrize("way", ["messages", "relay", "mixed"])
+def test_auto_does_not_take_direct_by_messages_between_gpus(way: Any, monkeypatch, caplog):
+    sendable(monkeypatch)
+    caplog.set_level(logging.WARNING, "weightcast")
+    plan = plan_of({URL: engine(ENGINE, host="another")}, [TRAINER], direct_by=way)
+    assert plan.choose().transport == "broadcast"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("shards are gathered")
+    assert "327 to 352 ms" in line
+
+
+def test_direct_through_memory_between_gpus_warns_of_nothing(monkeypatch, caplog):
+    sendable(monkeypatch)
+    caplog.set_level(logging.WARNING, "weightcast")
+    plan = plan_of({URL: engine(ENGINE, visible=(TRAINER, ENGINE))}, [TRAINER], transport="direct")
+    assert plan.choose().transport == "direct"
+    assert caplog.records == []

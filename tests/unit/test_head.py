@@ -55,7 +55,7 @@ def info(kind: str) -> EngineInfo:
     ("kinds", "told"), [(("native",), ((32,), (16,))), (("native", "vllm"), ()), (("sglang",), ())]
 )
 def test_open_has_bucket_runs_only_if_two_buckets_may_be_in_flight(kinds, told):
-    links: Any = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
+    links: Any = [SimpleNamespace(adapter=adapter_for(info(kind)), pause=None) for kind in kinds]
     plan = UpdatePlan(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), ((32,), (16,)))
     message = open_message(UpdateConfig(), links, 1, plan)
     assert message.bucket_runs == told

@@ -8,7 +8,7 @@ import typer
 
 from weightcast.cli.options import ApiKeys, CaFile, CertFile, Json, KeyFile, Traceback, targets
 from weightcast.cli.render import say, say_json
-from weightcast.config import PauseMode
+from weightcast.config import PauseChoice
 
 
 def catch_up(
@@ -27,8 +27,11 @@ def catch_up(
     key_file: KeyFile = None,
     pause: Annotated[
         str,
-        typer.Option(metavar="abort|retract|in_place|wait", help="Fate of the requests that run on URL at the switch."),
-    ] = "abort",
+        typer.Option(
+            metavar="auto|abort|retract|in_place|wait",
+            help="Fate of the requests that run on URL at the switch. auto: retract if the engine can, else abort.",
+        ),
+    ] = "auto",
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest single wait, in seconds.", min=0.1)] = 120.0,
     attempts: Annotated[
         int, typer.Option(metavar="N", help="How often to start if the peer is updated meanwhile.", min=1)
@@ -50,11 +53,11 @@ def catch_up(
     from weightcast.errors import ConfigError
     from weightcast.update.peer_copy import copy_from_peer
 
-    modes = typing.get_args(PauseMode)
+    modes = typing.get_args(PauseChoice)
     if pause not in modes:
         raise ConfigError(f"--pause {pause} is unknown: choose one of {', '.join(modes)}")
     late, *givers = targets([url, *peer], api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
-    done = copy_from_peer(late, givers, pause=typing.cast(PauseMode, pause), timeout_s=timeout, attempts=attempts)
+    done = copy_from_peer(late, givers, pause=typing.cast(PauseChoice, pause), timeout_s=timeout, attempts=attempts)
     if as_json:
         say_json(done)
         return

@@ -181,6 +181,8 @@ def _show(result: Plan) -> None:
 
 
 def _show_direct(result: Plan) -> None:
+    from weightcast.transports.direct import SLOW_BETWEEN_GPUS
+
     direct = result.direct
     if direct.refused:
         say(f"direct: not possible, because {direct.refused}")
@@ -202,6 +204,7 @@ def _show_direct(result: Plan) -> None:
             f"into one{between}"
         )
     say(f"direct relay: {format_bytes(direct.relay_out_of_trainer_rank_bytes)} out of each trainer rank")
+    say(f"{SLOW_BETWEEN_GPUS}; auto does not take it")
     if direct.computed:
         say(
             f"direct by shards: {count_of(len(direct.computed), 'tensor')} by bucket, because "

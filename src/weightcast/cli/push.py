@@ -19,7 +19,7 @@ from weightcast.report import count_of
 if TYPE_CHECKING:
     import torch
 
-    from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseMode, TransportName, VerifyLevel
+    from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseChoice, TransportName, VerifyLevel
     from weightcast.report import UpdateReport
 
 
@@ -49,11 +49,12 @@ def push(
     pause: Annotated[
         str,
         typer.Option(
-            metavar="abort|retract|in_place|wait",
+            metavar="auto|abort|retract|in_place|wait",
             help="Running requests at the switch. abort: drop them. retract: recompute their KV cache. in_place: "
-            "continue with the old KV cache. wait: let them finish first.",
+            "continue with the old KV cache. wait: let them finish first. auto: retract where the engine can, else "
+            "abort.",
         ),
-    ] = "abort",
+    ] = "auto",
     verify: Annotated[
         str,
         typer.Option(
@@ -178,7 +179,7 @@ def push(
             transport=cast("TransportName", via),
             bucket_bytes=size_bytes,
             max_extra_bytes=limit_bytes,
-            pause=cast("PauseMode", pause),
+            pause=cast("PauseChoice", pause),
             verify=cast("VerifyLevel", verify),
             min_proven_share=min_proven_share,
             require=cast("VerifyLevel", require),

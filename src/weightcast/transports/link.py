@@ -19,6 +19,7 @@ from weightcast.comm.http import Client, Lease
 from weightcast.comm.ipc import host_id
 from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, send_plain
 from weightcast.comm.shared_buckets import Shared
+from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, Resuming, Reverting, Sharing
 from weightcast.report import count_of
@@ -61,6 +62,7 @@ class Link:
             each rank gets its share over legs of its own.
         sharing: Form of the handles to a shared buffer.
         opens: The part of torch's handles to a buffer that belongs to this target.
+        pause: Pause of the target's updates; None until it was chosen.
         planned: True once the weights and the transport were checked against this target.
         session: Id of the target's open session; empty without one.
         load_s: Seconds that the target's slowest rank spent on copies in this session.
@@ -85,6 +87,7 @@ class Link:
     reads: tuple[str, ...] = ()
     sharing: Sharing = "weightcast"
     opens: slice = field(default_factory=lambda: slice(0, 0))
+    pause: PauseMode | None = None
     planned: bool = False
     session: str = ""
     load_s: float = 0.0
@@ -186,6 +189,8 @@ class Link:
         # An engine without a lease hears of the session's end from this process alone, also if opening fails half way.
         self.session = "" if self.adapter.leased else message.session
         self._limit_s = message.timeout_s
+        if self.pause is not None and self.pause != message.pause:
+            message = msgspec.structs.replace(message, pause=self.pause)
         traceparent = self.events.traceparent(self.url)
         if traceparent:
             message = msgspec.structs.replace(message, traceparent=traceparent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from weightcast.config import PauseMode, UpdateConfig, VerifyLevel
+from weightcast.config import PauseChoice, PauseMode, UpdateConfig, VerifyLevel
 from weightcast.errors import ConfigError, some
 from weightcast.protocols import Exporter, Mappable, Scattering, Summing
 from weightcast.transports.link import Link
@@ -19,6 +19,8 @@ from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
 log = logging.getLogger("weightcast.transports.preflight")
+
+_BEST_PAUSES: tuple[PauseMode, ...] = ("retract", "abort", "in_place", "wait")  # as ``pause="auto"`` takes them
 
 
 def check_fits(links: Sequence[Link], specs: Sequence[TensorSpec]) -> None:
@@ -97,11 +99,24 @@ def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfi
             )
 
 
-def check_pause(link: Link, pause: PauseMode) -> None:
-    """Raises ConfigError, with the engine's reason, if it cannot be updated with this pause as it was started."""
-    why = link.info.no_pause.get(pause)
-    if why is not None:
-        raise ConfigError(f"{link.url} ({link.info.engine}) cannot be updated with pause={pause!r}: {why}")
+def choose_pause(link: Link, pause: PauseChoice) -> PauseMode:
+    """Returns the pause of a target's updates: the named one, or for ``"auto"`` the best that the engine can have.
+
+    It raises ConfigError, with the engine's reason, if it cannot be updated so as it was started.
+    """
+    refused, who = link.info.no_pause, f"{link.url} ({link.info.engine})"
+    if pause != "auto":
+        if pause in refused:
+            raise ConfigError(f"{who} cannot be updated with pause={pause!r}: {refused[pause]}")
+        return pause
+    left: list[PauseMode] = [mode for mode in _BEST_PAUSES if mode not in refused]
+    if not left:
+        raise ConfigError(f"{who} can be updated with no pause: {'; '.join(dict.fromkeys(refused.values()))}")
+    found = left[0]
+    if found != _BEST_PAUSES[0] and link.pause != found:
+        fate = "requests that run end at each update" if found == "abort" else "requests that run are paused by it"
+        log.warning('%s: pause="auto" is %s here, so %s: %s', who, found, fate, refused[_BEST_PAUSES[0]])
+    return found
 
 
 def warn_hazards(link: Link) -> None:

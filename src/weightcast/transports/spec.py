@@ -209,6 +209,7 @@ class TransportSpec:
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
         check: Raises ConfigError if the transport cannot work with this placement.
+        slow: Returns the reason why another transport is faster with this placement; empty if none is known to be.
         lacks: Returns what this process or an engine has not installed for this way; empty if nothing is missing.
     """
 
@@ -231,6 +232,7 @@ class TransportSpec:
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = lambda _: False
     check: Callable[[Placement], None] = lambda _: None
+    slow: Callable[[Placement], str] = lambda _: ""
     lacks: Callable[[EngineInfo], str] = lambda _: ""
 
     @property

@@ -25,10 +25,10 @@ from weightcast.transports.mixed import MixedTransport
 from weightcast.transports.preflight import (
     check_first_version,
     check_fits,
-    check_pause,
     check_places,
     check_proof,
     check_scattered,
+    choose_pause,
     choose_receivers,
     warn_hazards,
 )
@@ -295,7 +295,7 @@ class Plan:
 
     def _check(self, link: Link) -> None:
         """Checks that the target can be updated by the transport that was chosen for it."""
-        check_pause(link, self._config.pause)
+        link.pause = choose_pause(link, self._config.pause)
         warn_hazards(link)
         check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
         spec = self.reach.of(link.url)
@@ -325,7 +325,7 @@ class Plan:
 
     def _check_still_fits(self, link: Link) -> None:
         """Checks that buckets and handles were planned for an engine like this one."""
-        check_pause(link, self._config.pause)
+        link.pause = choose_pause(link, self._config.pause)
         opens = len(range(1 << 30)[link.opens])
         sharing = self.reach.of(link.url).shares_memory
         shares = sharing and link.sharing in ("torch", "ring")

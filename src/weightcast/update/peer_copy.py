@@ -18,7 +18,7 @@ import msgspec
 from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
-from weightcast.config import PauseMode, Target
+from weightcast.config import PauseChoice, Target
 from weightcast.digest.definition import model_digest, unequal
 from weightcast.errors import (
     ConfigError,
@@ -30,6 +30,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.transports.link import Link
+from weightcast.transports.preflight import choose_pause
 from weightcast.update.recognise import recognise
 from weightcast.wire.answers import Ack
 from weightcast.wire.codec import decode_ack
@@ -84,7 +85,7 @@ def copy_from_peer(
     target: Target,
     peer: Target | Sequence[Target],
     *,
-    pause: PauseMode = "abort",
+    pause: PauseChoice = "auto",
     timeout_s: float = 120.0,
     attempts: int = 3,
     must_be: tuple[int, str] | None = None,
@@ -100,7 +101,7 @@ def copy_from_peer(
         target: The engine that came late or back.
         peer: An engine of the same kind, version, model and sizes, whose weights are proven; or several, in the order
             in which they are tried.
-        pause: Fate of the requests that run on ``target`` at the switch.
+        pause: Fate of the requests that run on ``target`` at the switch; as ``UpdateConfig.pause``.
         timeout_s: Deadline of each wait, in seconds.
         attempts: How often to start; a new attempt follows if the peer was updated during a copy.
         must_be: The version and model digest that the peer must serve; None takes what it serves.
@@ -141,7 +142,7 @@ def _is_gone(target: Target, error: WeightcastError) -> bool:
 def _from_one(
     target: Target,
     peer: Target,
-    pause: PauseMode,
+    pause: PauseChoice,
     timeout_s: float,
     attempts: int,
     must_be: tuple[int, str] | None,
@@ -214,7 +215,7 @@ class _Copy:
         self._timeout_s = timeout_s
         self._progress = progress
 
-    def transfer(self, pause: PauseMode) -> Ack:
+    def transfer(self, pause: PauseChoice) -> Ack:
         """Copies every chunk and compares what waits with what the peer proved."""
         opening = self._link.open(
             Open(
@@ -223,7 +224,7 @@ class _Copy:
                 version=self._version,
                 timeout_s=self._timeout_s,
                 lease_s=_LEASE_TIMES * self._timeout_s,
-                pause=pause,
+                pause=choose_pause(self._link, pause),
                 verify="resident",
                 specs=self._late.specs,
             )

@@ -97,6 +97,8 @@ class Reach:
         else:
             self._chosen = {url: self._best_for(url, info) for url, info in placement.infos.items()}
         specs = _in_order(self._chosen.values())
+        if whole is not None and (slow := whole.slow(placement)):
+            log.warning("%s: %s", ", ".join(placement.infos), slow)
         self._best = specs[0]
         return {spec: [url for url, by in self._chosen.items() if by is spec] for spec in specs}
 
@@ -153,6 +155,11 @@ class Reach:
         self, links: Sequence[Link], placement: Placement, without: Collection[str]
     ) -> TransportSpec | None:
         """The transport that leaves shards where they are and suits all targets; None if none does."""
+        way = self._config.direct_by
+        named = [one for spec in TRANSPORTS for one in spec.primitives if one.primitive == way]
+        if slow := next((why for one in named if (why := one.slow(placement))), ""):
+            log.warning("shards are gathered: %s", slow)
+            return None
         others = {spec.name for spec in TRANSPORTS if not spec.scattered}
         left = {*without, *others}
         try:
@@ -160,7 +167,6 @@ class Reach:
             for link in links:
                 check_scattered(link, self._specs, self._config, self._exporter)
         except ConfigError as error:
-            way = self._config.direct_by
             if way == "auto" or all(one.name in left for one in TRANSPORTS if one.scattered):
                 log.debug("shards are gathered: %s", error)
             else:

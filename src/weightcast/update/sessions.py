@@ -405,7 +405,7 @@ def open_message(config: UpdateConfig, links: Sequence[Link], version: int, plan
         allow_older=config.allow_older,
         timeout_s=config.timeout_s,
         lease_s=config.timeout_s * LEASE_DEADLINES,
-        pause=config.pause,
+        pause=links[0].pause or "abort",  # those with another one say so (``Link.open``)
         verify=config.verify,
         digest=config.digest,
         specs=plan.specs,
