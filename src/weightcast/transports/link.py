@@ -49,6 +49,7 @@ def _has_ended(error: WeightcastError) -> bool:
     return error.__cause__ is not None and isinstance(error.__cause__.__cause__, ConnectionRefusedError)
 
 
+# Over 350 lines: each message of a session reads and changes what the answers before have left.
 @dataclass(slots=True, kw_only=True)
 class Link:
     """A target that takes part in updates.
