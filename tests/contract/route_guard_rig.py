@@ -150,6 +150,7 @@ def sglang(handler: Handler, keys: dict[str, str]) -> FastAPI:
         served_model_name="m",
         enable_metrics=False,
         host="127.0.0.1",
+        port=1,
         api_key=keys.get("api"),
         admin_api_key=keys.get("admin"),
     )
@@ -224,7 +225,7 @@ def reference(handler: Handler, keys: dict[str, str]) -> FastAPI:
 
 
 def bare(handler: Handler, keys: dict[str, str]) -> FastAPI:
-    """Whoever embeds our routes in a server that knows no keys."""
+    """Our routes in a server that knows no keys."""
     from weightcast.receiver.api_keys import Guard
     from weightcast.receiver.peer_routes import peer_routes
     from weightcast.receiver.server import weight_routes

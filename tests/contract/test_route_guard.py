@@ -48,7 +48,7 @@ CASES = [
 
 
 def played(engine: str, web: tuple[str, ...], tmp_path: Path, **keys: str) -> dict[str, Any]:
-    """What the rig found, with these versions of FastAPI and Starlette before those of the environment."""
+    """Runs the rig with these versions of FastAPI and Starlette, and returns what it found."""
     python = engine_python(ENVIRONMENTS[engine])
     path = (str(overlay(python, *web)), receiver_path(python, tmp_path), str(overlay(python, HTTP_PARSER)))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "VLLM_TARGET_DEVICE": "cpu"}

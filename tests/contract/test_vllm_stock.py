@@ -120,7 +120,7 @@ def test_vllms_own_producer_packs_a_bucket_as_we_do(said: tuple[str, dict[str, A
 
 
 def test_weightcasts_backend_fits_this_version(said: tuple[str, dict[str, Any]]) -> None:
-    assert of(said, "plug_in") == {"registered": True, "abstract": [], "routes": True}
+    assert of(said, "plug_in") == {"registered": True, "abstract": [], "routes": True, "unasked": False}
 
 
 def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str, dict[str, Any]]) -> None:

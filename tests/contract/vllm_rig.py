@@ -421,32 +421,39 @@ def chunks() -> dict[str, Any]:
 
 
 def plug_in() -> dict[str, Any]:
-    """This version can build weightcast's backend, and the server gets its routes."""
-    import importlib.util
-
+    """This version can build weightcast's backend, and a server that asks for it, and no other, gets its routes."""
     import vllm.entrypoints.openai.api_server as server
+    import vllm.plugins
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from weightcast.plugins.vllm import register
     from weightcast.plugins.vllm.worker import WeightcastEngine
 
-    os.environ["VLLM_PLUGINS"] = "weightcast"
+    os.environ.pop("VLLM_PLUGINS", None)
     register()
     register()
-    app = FastAPI()
-    native = importlib.util.find_spec("vllm.plugins.endpoint_plugins") is not None
-    if not native:
-        wrapped = server.build_app
-        assert wrapped.__closure__ is not None
-        cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
-        app.add_middleware(CORSMiddleware)
-        app = server.sagemaker_standards_bootstrap(app)  # its last act, which puts the middlewares together
-        cells["build"].cell_contents = lambda *arguments: app  # the rest of the server wants a model
-        server.build_app()
+
+    def routes(backend: str) -> bool:
+        app, args = FastAPI(), SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
+        app.state.args = args
+        if hasattr(vllm.plugins, "load_endpoint_plugins"):
+            for plugin in vllm.plugins.load_endpoint_plugins(("generate",)):
+                plugin.attach_router(app)
+        else:
+            wrapped = server.build_app
+            assert wrapped.__closure__ is not None
+            cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
+            app.add_middleware(CORSMiddleware)
+            app = server.sagemaker_standards_bootstrap(app)  # its last act, which puts the middlewares together
+            cells["build"].cell_contents = lambda *arguments: app  # the rest of the server wants a model
+            server.build_app(args)
+        return any(getattr(route, "path", "") == "/weightcast/info" for route in app.routes)
+
     return {
         "registered": "weightcast" in WeightTransferEngineFactory._registry,
         "abstract": sorted(WeightcastEngine.__abstractmethods__),
-        "routes": native or any(getattr(route, "path", "") == "/weightcast/info" for route in app.routes),
+        "routes": routes("weightcast"),
+        "unasked": routes("nccl"),
     }
 
 

@@ -81,7 +81,7 @@ def vllm_command(
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
         "PYTHONPATH": receiver_path(python, Path(_folder())),
-        **({"VLLM_SERVER_DEV_MODE": "1"} if stock else {"VLLM_PLUGINS": "weightcast"}),
+        **({"VLLM_SERVER_DEV_MODE": "1"} if stock else {}),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -11,6 +11,9 @@ import pytest
 
 from weightcast.plugins.vllm import add_routes
 
+NCCL = {"backend": "nccl"}
+ASKING = SimpleNamespace(weight_transfer_config={"backend": "weightcast"})
+
 
 class Routes:
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ def a_server() -> ModuleType:
 def server(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     found = a_server()
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.openai.api_server", found)
-    monkeypatch.setenv("VLLM_PLUGINS", "other,weightcast")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     return found
 
 
@@ -50,17 +53,29 @@ def test_routes_come_after_the_servers_own_and_once(server: ModuleType) -> None:
     routes = Routes()
     add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
     add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
-    app = server.build_app("args", "tasks")
+    app = server.build_app(ASKING, "tasks")
     assert routes.calls == [("attach", app)]
-    asyncio.run(server.init_app_state("client", app.state, "args", "tasks"))
-    assert routes.calls[1:] == [("init", "client", "args")]
-    assert server.order == [("build", "args", "tasks"), ("state", "client", "args", "tasks")]
+    asyncio.run(server.init_app_state("client", app.state, ASKING, "tasks"))
+    assert routes.calls[1:] == [("init", "client", ASKING)]
+    assert server.order == [("build", ASKING, "tasks"), ("state", "client", ASKING, "tasks")]
 
 
-def test_without_the_opt_in_nothing_is_touched(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = server.build_app
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
+@pytest.mark.parametrize(
+    "args",
+    [SimpleNamespace(), SimpleNamespace(weight_transfer_config=None), SimpleNamespace(weight_transfer_config=NCCL)],
+)
+def test_a_server_that_does_not_name_our_backend_gets_nothing(server: ModuleType, args: Any) -> None:
     add_routes(Routes)  # type: ignore[arg-type]
-    monkeypatch.delenv("VLLM_PLUGINS")
-    add_routes(Routes)  # type: ignore[arg-type]
-    assert server.build_app is before
+    app = server.build_app(args, "tasks")
+    asyncio.run(server.init_app_state("client", app.state, args, "tasks"))
+    assert vars(app.state) == {}
+
+
+def test_the_old_opt_in_still_adds_the_routes_which_then_say_what_is_missing(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other,weightcast")
+    routes = Routes()
+    add_routes(lambda: routes)  # type: ignore[arg-type, return-value]
+    app = server.build_app(SimpleNamespace(), "tasks")
+    assert routes.calls == [("attach", app)]

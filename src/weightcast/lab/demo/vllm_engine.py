@@ -36,10 +36,7 @@ _GET_VLLM = (
 _POLL_S = 0.5
 _START_S = 600.0
 # As in pyproject.toml.
-ENTRY_POINTS = {
-    "vllm.general_plugins": "weightcast.plugins.vllm:register",
-    "vllm.endpoint_plugins": "weightcast.plugins.vllm:endpoints",
-}
+ENTRY_POINTS = {"vllm.general_plugins": "weightcast.plugins.vllm:register"}
 
 
 def engine_python(given: Path | None) -> Path:
@@ -121,7 +118,7 @@ def _command(chosen: argparse.Namespace, port: int) -> list[str]:
 
 def _environment(chosen: argparse.Namespace, lent: str) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    given |= {"PYTHONPATH": lent, "VLLM_PLUGINS": "weightcast", "VLLM_NO_USAGE_STATS": "1"}
+    given |= {"PYTHONPATH": lent, "VLLM_NO_USAGE_STATS": "1"}
     if chosen.device == "cpu":
         given |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return given

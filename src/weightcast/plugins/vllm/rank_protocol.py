@@ -99,6 +99,16 @@ def on_several_hosts(parallel: Any) -> bool:
     return int(getattr(parallel, "nnodes", 1)) > 1
 
 
+def check_generates(vllm_config: Any) -> None:
+    """Raises ``ConfigError`` for a model that generates nothing: vLLM's server of it would have none of our routes."""
+    runner = getattr(vllm_config.model_config, "runner_type", "generate")
+    if runner != "generate":
+        raise ConfigError(
+            f"vLLM was started with --runner {runner}, and weightcast updates models that generate text",
+            hint='start vLLM without --weight-transfer-config \'{"backend": "weightcast"}\', or with --runner generate',
+        )
+
+
 def check_replicas(parallel: Any) -> None:
     """Raises ``ConfigError`` unless all data-parallel engines are behind one API server, on this host."""
     size, local = int(parallel.data_parallel_size), int(parallel.data_parallel_size_local)

@@ -32,7 +32,9 @@ from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.other_hosts import SET_A_SECRET, Invitation, engine_secret
+from weightcast.plugins.vllm import share_log_handlers
 from weightcast.plugins.vllm.derived_ahead import DerivedAhead, why_not_ahead
+from weightcast.plugins.vllm.hook_points import check_worker
 from weightcast.plugins.vllm.loaded_models import CheckpointSpecs, LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
@@ -41,6 +43,7 @@ from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
     EPLB_REFUSED,
+    check_generates,
     check_replicas,
     end_vllm,
     keeps_draft,
@@ -90,12 +93,16 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ConfigError: This model, or vLLM as it was started, cannot be updated natively.  vLLM does not start.
         """
         super().__init__(config, vllm_config, device, model)
+        share_log_handlers()
+        worker_class: type[Any] = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
         self._rank = rank_among_replicas(vllm_config.parallel_config)
         self._listens = False
         self._staged = False
         self._beside_bytes = 0
         self._asleep: set[str] = set()
         with reason_logged(log, "update this model"):
+            check_worker(worker_class)
+            check_generates(vllm_config)
             self._settings = settings_of(vllm_config.additional_config)
             self._staging: StagingChoice = self._settings.staging
             self._pool = WeightsPool(vllm_config)
@@ -113,7 +120,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapters = LoraRanks(
                 rank=self._rank, device=self.device, vllm_config=vllm_config, secret=self._secret
             )
-        wrap_worker(resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls), WeightcastEngine)
+        wrap_worker(worker_class, WeightcastEngine)
 
     # -- vLLM's side, on the main thread
 
