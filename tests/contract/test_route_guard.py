@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from tests.engines.environment import engine_python
-from tests.engines.overlays import HTTP_PARSER, overlay, receiver_path
+from tests.engines.overlays import (
+    HOST_WEB,
+    HTTP_PARSER,
+    LAZY_WEB,
+    NEWEST_WEB,
+    OLDEST_WEB,
+    overlay,
+    receiver_path,
+)
 
 pytestmark = [pytest.mark.engine]
 
@@ -23,25 +31,21 @@ ENVIRONMENTS = {
     "reference": "vllm-0.32.0-cpu",
     "bare": "vllm-0.32.0-cpu",
 }
-OLDEST = ("fastapi==0.115.0", "starlette==0.37.2")  # the oldest that our reference engine takes
-OLD = ("fastapi==0.136.3", "starlette==0.52.1")  # the last Starlette that reads a path from the Host header
-FIRST_LAZY = ("fastapi==0.137.0", "starlette==0.52.1")  # the first FastAPI whose included routers are entries
-NEWEST = ("fastapi==0.165.0", "starlette==1.10.0", "opentelemetry-api==1.45.2")
 # vLLM itself takes FastAPI from 0.133 to 0.136 with Starlette 1.0.1 or newer.
 OF_VLLM = ("fastapi==0.133.0", "starlette==1.0.1")
-ANY = (OLDEST, OLD, FIRST_LAZY, NEWEST)
+ANY = (OLDEST_WEB, HOST_WEB, LAZY_WEB, NEWEST_WEB)
 # `make test` plays some, `make engine-test` all.
 CASES = [
-    *((engine, web) for engine in ("sglang", "lmdeploy") for web in (OLD, NEWEST)),
+    *((engine, web) for engine in ("sglang", "lmdeploy") for web in (HOST_WEB, NEWEST_WEB)),
     ("vllm", OF_VLLM),
-    ("reference", OLDEST),
+    ("reference", OLDEST_WEB),
     *(
         pytest.param(*case, marks=pytest.mark.engine_full)
         for case in [
-            *((engine, web) for engine in ("sglang", "lmdeploy") for web in (OLDEST, FIRST_LAZY)),
-            *(("vllm", web) for web in (OLD, NEWEST)),
-            ("reference", NEWEST),
-            ("bare", OLDEST),
+            *((engine, web) for engine in ("sglang", "lmdeploy") for web in (OLDEST_WEB, LAZY_WEB)),
+            *(("vllm", web) for web in (HOST_WEB, NEWEST_WEB)),
+            ("reference", NEWEST_WEB),
+            ("bare", OLDEST_WEB),
         ]
     ),
 ]
@@ -75,7 +79,7 @@ def test_strangers_reach_nothing_whatever_they_say(engine: str, web: tuple[str, 
     assert answers(found, "api") == {200}
 
 
-@pytest.mark.parametrize("web", [OLDEST, NEWEST], ids=lambda web: web[0])
+@pytest.mark.parametrize("web", [OLDEST_WEB, NEWEST_WEB], ids=lambda web: web[0])
 def test_in_sglang_only_the_admin_key_updates_where_there_is_one(web: tuple[str, ...], tmp_path: Path) -> None:
     alone = played("sglang", web, tmp_path, admin="a-key")
     assert alone["leaks"] == []
@@ -87,5 +91,5 @@ def test_in_sglang_only_the_admin_key_updates_where_there_is_one(web: tuple[str,
 
 @pytest.mark.parametrize("engine", ["sglang", "lmdeploy"])
 def test_a_server_without_keys_answers_everybody(engine: str, tmp_path: Path) -> None:
-    found = played(engine, NEWEST, tmp_path)
+    found = played(engine, NEWEST_WEB, tmp_path)
     assert answers(found, "nobody") == {200}

@@ -35,6 +35,13 @@ RAY_SETTINGS = {
 HTTP_PARSER = "httptools==0.9.0"
 
 
+# Web frameworks for servers: the oldest that our reference engine takes; the last Starlette that reads a path from the
+# Host header; the first FastAPI in which an included router is one entry; and the newest, which a fresh install gets.
+OLDEST_WEB = ("fastapi==0.115.0", "starlette==0.37.2")
+HOST_WEB = ("fastapi==0.136.3", "starlette==0.52.1")
+LAZY_WEB = ("fastapi==0.137.0", "starlette==0.52.1")
+NEWEST_WEB = ("fastapi==0.165.0", "starlette==1.10.0", "opentelemetry-api==1.45.2")
+
 NIXL = "nixl-cu13==1.5.1"  # works on a CPU
 
 

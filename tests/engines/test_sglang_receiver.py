@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from transformers import DynamicCache
 
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
-from tests.engines.overlays import NIXL
+from tests.engines.overlays import HOST_WEB, NEWEST_WEB, NIXL
 from tests.engines.sglang_load import Stream, wait_until_waiting
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
@@ -584,6 +585,29 @@ class TestMore:
             assert status(Authorization="Bearer wrong") == 401
             assert status(Authorization="Bearer admin") == 200
             assert engine.get("/server_info")["admin_api_key"] == "admin"  # docs/security.md warns of it
+
+    # A fresh install of SGLang gets the newest FastAPI.  The other has the last Starlette that reads a path from the
+    # Host header.
+    @pytest.mark.parametrize("web", [NEWEST_WEB, HOST_WEB], ids=lambda web: web[0])
+    def test_weights_are_pushed_with_the_admin_key_and_no_other(
+        self, folders: dict[str, Path], tmp_path: Path, web: tuple[str, ...]
+    ) -> None:
+        tiny_model(tmp_path / "other", seed=1, max_position_embeddings=CONTEXT, **DENSE)
+        options = ("--admin-api-key=admin", "--api-key=user")
+        with sglang(tmp_path, (folders["dense"], 1, options), receiver=True, wheels=web) as (engine,):
+            for host, key in itertools.product(("", "x/health?"), ("", "user")):
+                headers = {"host": host or "engine", **({"authorization": f"Bearer {key}"} if key else {})}
+                for method, path in (("GET", "info"), ("GET", "digests"), ("POST", "open"), ("POST", "apply")):
+                    answer = engine.client.request(method, f"{engine.url}/weightcast/{path}", headers=headers)
+                    assert (host, key, path, answer.status_code) == (host, key, path, 401)
+            before = engine.client.get(f"{engine.url}/weightcast/digests", headers={"authorization": "Bearer admin"})
+            arguments = ("push", tmp_path / "other", "--to", engine.url, "--version", 1, "--via", "ipc")
+            assert weightcast(*arguments, "--api-key", "user").returncode == 1
+            pushed = weightcast(*arguments, "--api-key", "admin")
+            assert pushed.returncode == 0, pushed.stderr
+            after = engine.client.get(f"{engine.url}/weightcast/digests", headers={"authorization": "Bearer admin"})
+            assert (before.status_code, after.status_code) == (200, 200)
+            assert before.json() != after.json()
 
     @pytest.mark.parametrize(
         ("options", "words"),

@@ -55,6 +55,19 @@ def test_a_start_on_random_weights_without_a_checkpoint_is_refused(tmp_path: Pat
     assert "start vLLM from a folder with the checkpoint's safetensors files" in log
 
 
+def test_a_pooling_model_is_refused_and_says_why(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "A", **SIZES)
+    tiny_tokenizer(tmp_path / "A")
+    with (
+        pytest.raises(AssertionError, match="vLLM did not start"),
+        vllm(tmp_path / "A", tmp_path, "--runner=pooling", "--convert=embed"),
+    ):
+        pass
+    log = (tmp_path / "vllm.log").read_text()
+    assert "vLLM was started with --runner pooling, and weightcast updates models that generate text" in log
+    assert "stages updates" not in log  # nothing was allocated for them
+
+
 def test_vllms_own_reload_puts_no_other_weights_under_a_version(tmp_path: Path) -> None:
     said = two_checkpoints(tmp_path, PROMPTS, COUNT, **SIZES)
     with vllm(tmp_path / "A", tmp_path, extra={"VLLM_SERVER_DEV_MODE": "1"}) as engine:

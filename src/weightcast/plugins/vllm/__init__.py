@@ -126,7 +126,7 @@ def _after_import(name: str, do: Callable[[ModuleType], None]) -> None:
 
 def _add_backend(module: ModuleType) -> None:
     # In another vLLM it may be missing or differ; ``hook_points`` says so where somebody asks for our backend.
-    factory = getattr(module, "WeightTransferEngineFactory", None)
+    factory: Any = getattr(module, "WeightTransferEngineFactory", None)
     if hasattr(factory, "register_engine") and BACKEND not in getattr(factory, "_registry", {}):
         factory.register_engine(BACKEND, "weightcast.plugins.vllm.worker", "WeightcastEngine")
 
