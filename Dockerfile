@@ -20,5 +20,4 @@ COPY src ./src
 RUN python3 -m pip install --no-cache-dir . \
  && python3 -c "import vllm, weightcast.plugins.vllm"
 
-ENV VLLM_PLUGINS=weightcast
 ENTRYPOINT ["vllm", "serve", "--weight-transfer-config", "{\"backend\": \"weightcast\"}"]

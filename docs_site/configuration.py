@@ -45,7 +45,7 @@ VARIABLES = {
     "VLLM_API_KEY": "vLLM with the plug-in. vLLM's API key, which covers the routes of weightcast too.",
     "VLLM_HOST_IP": "vLLM with the plug-in, on several hosts. vLLM's own variable for a host's address; ranks on other "
     "hosts connect to it.",
-    "VLLM_PLUGINS": "vLLM with the plug-in. Must contain `weightcast`.",
+    "VLLM_PLUGINS": "vLLM with the plug-in. Not needed; if it is set, it must name `weightcast` beside other plug-ins.",
     "WEIGHTCAST_API_KEY": "Command line and `python -m weightcast.lab.conformance`. The engine's API key.",
     "WEIGHTCAST_DRAFT": "SGLang and LMDeploy with our receiver and a draft model. `update` makes the draft's weights a "
     "part of every update; `keep`, the default, leaves them as they are.",

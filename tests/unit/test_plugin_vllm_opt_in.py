@@ -56,7 +56,7 @@ def a_vllm(folder: Path, **modules: str) -> Path:
 
 
 def said(folder: Path, code: str, **variables: str) -> Any:
-    """What a process prints that has this vLLM and the package under test."""
+    """Runs code in a process that has this vLLM and the package under test; returns what it prints."""
     path = os.pathsep.join((str(folder), str(ROOT / "src")))
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     environment |= {"PYTHONPATH": path, **variables}

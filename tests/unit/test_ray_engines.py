@@ -27,9 +27,8 @@ def test_command_lines():
     vllm = vllm_engine("m", "--enforce-eager", program=("/venv/bin/vllm", "serve"))
     assert vllm.command[:3] == ("/venv/bin/vllm", "serve", "m")
     assert '{"backend": "weightcast"}' in vllm.command
-    assert vllm.env["VLLM_PLUGINS"] == "weightcast"
+    assert vllm.env == {"VLLM_SERVER_DEV_MODE": "1"}
     plain = vllm_engine("m", receiver=False)
-    assert "VLLM_PLUGINS" not in plain.env
     assert "--weight-transfer-config" not in plain.command
     assert sglang_engine("m").wake == ("/resume_memory_occupation",)
     assert sglang_engine("m").env == {}

@@ -68,7 +68,7 @@ def vllm_engine(
     return EngineKind(
         command=(*command, *plugin, *arguments),
         # vLLM has the routes for sleep and wake-up in its development mode only.
-        env={"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_PLUGINS": "weightcast"} if receiver else {}),
+        env={"VLLM_SERVER_DEV_MODE": "1"},
         sleep=("/sleep?level=1",),
         wake=("/wake_up",),
         wake_tags="query",

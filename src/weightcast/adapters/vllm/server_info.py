@@ -202,7 +202,7 @@ class Facts:
         if self.told and self.on_cpu and self.backend in ("nccl", "ipc"):
             words.append(
                 f"vLLM's backend {self.backend} needs a GPU; on a CPU use weightcast's: "
-                'VLLM_PLUGINS=weightcast, --weight-transfer-config \'{"backend": "weightcast"}\''
+                '--weight-transfer-config \'{"backend": "weightcast"}\''
             )
         elif self.told and self.backend is None:
             if self.other:
