@@ -20,7 +20,7 @@ import torch
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
-from tests.engines.overlays import HTTP_PARSER, RAY, RAY_SETTINGS, overlay
+from tests.engines.overlays import HTTP_PARSER, RAY, RAY_SETTINGS, overlay, with_wheels
 from tests.engines.sglang_load import Stream
 from weightcast.comm.ports import quiet_port
 
@@ -134,6 +134,7 @@ def lmdeploy(
     tp: int = 1,
     executor: str = "ray",
     extra: Mapping[str, str] | None = None,
+    wheels: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """A server, ended on the way out.
 
@@ -147,9 +148,11 @@ def lmdeploy(
         tp: Number of ranks.
         executor: LMDeploy's executor of several ranks: ``ray`` or ``mp``.
         extra: More of its environment.
+        wheels: Packages instead of those of its own environment.
     """
     port = quiet_port()
     words, environment = command(model, options, port, receiver=receiver, metrics=metrics, tp=tp, executor=executor)
+    environment = with_wheels(environment, Path(words[0]), wheels)
     environment |= extra or {}
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
