@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.e2e.engines import Engine, engines, weightcast
+from tests.stolen import Inexcusable
 from tests.tiny import greedy, tiny_model
 from weightcast import Target, WeightUpdater
 from weightcast.digest.definition import tensor_digest
@@ -92,8 +93,8 @@ def answers(model: Any) -> list[list[int]]:
 
 def serves(engine: Engine, model: Any, version: int) -> None:
     """It has exactly these weights, says so, and answers with them."""
-    assert engine.digests() == digests(model)
-    assert engine.greedy(PROMPTS, COUNT) == answers(model)
+    if engine.digests() != digests(model) or engine.greedy(PROMPTS, COUNT) != answers(model):
+        raise Inexcusable(f"{engine.url} does not serve the weights of version {version}")
     assert engine.complete(PROMPTS[:1], 1)["weight_version"] == version
 
 
@@ -236,6 +237,7 @@ def test_the_healthy_ones_go_on_if_that_is_wanted(one: Engine, native: Engine, t
     serves(one, new, last)
 
 
+@pytest.mark.deadlines
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_that_dies_in_the_middle_is_named(folder: Path, native: Engine, tmp_path: Path, way: str) -> None:
     dialect = {"dialect": "sglang", "staging": "none", "device": "cpu", "faults": f"die@{BUCKET[way]}#1"}

@@ -260,6 +260,7 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
     return "updated"
 
 
+@pytest.mark.deadlines
 @pytest.mark.parametrize(
     "options",
     [
@@ -311,6 +312,7 @@ def lose_an_engine(
     return told
 
 
+@pytest.mark.deadlines
 @pytest.mark.parametrize(
     "options",
     [
@@ -351,6 +353,7 @@ def lose_an_engine_slowly(*args, seconds: float) -> list[str]:
         Head.exchange_failed = learn
 
 
+@pytest.mark.deadlines
 def test_trainer_ranks_wait_while_the_head_is_busy_with_a_lost_engine(fresh, jobs):
     lost, kept = fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]

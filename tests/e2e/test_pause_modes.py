@@ -25,6 +25,7 @@ from tests.clock import PATIENCE_S, wait_until
 from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.harness import BeforeCommit
 from tests.server_events import lines_of
+from tests.stolen import Inexcusable
 from tests.tiny import greedy, tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
@@ -157,7 +158,8 @@ class World:
         before = list(answer.prompt)
         rest = answer.tokens
         for version, count in answer.spans:
-            assert shortfall(self.model(version), before, rest[:count]) < CLOSE
+            if not shortfall(self.model(version), before, rest[:count]) < CLOSE:  # also if it is not a number
+                raise Inexcusable(f"tokens of {answer} are not those of version {version}")
             before += rest[:count]
             rest = rest[count:]
 
@@ -286,6 +288,7 @@ def test_push_under_load_reports_every_mixture_of_versions(world: World, mode: s
         world.check_tokens(answer)
 
 
+@pytest.mark.deadlines
 def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
     before = world.engine.digests()
     loaded = BeforeCommit(lambda: world.load(3 * LONG))
@@ -297,7 +300,8 @@ def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
     ):
         updater.update(version=world.version + 1)
     assert failed.value.report.targets[0].status == "untouched"
-    assert world.engine.digests() == before
+    if world.engine.digests() != before:
+        raise Inexcusable("an update that failed has changed the weights")
     assert loaded.result is not None
     running, waiting = loaded.result
     for answer in results([*running, *waiting]):

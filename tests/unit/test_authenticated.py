@@ -172,6 +172,7 @@ def test_garbage_is_dropped_unread(gate, garbage):
     assert "does not speak this protocol" in gate.dropped[0]
 
 
+@pytest.mark.deadlines
 def test_silent_and_trickling_peers_are_dropped_at_the_deadline_and_keep_nobody_out():
     with Gate("127.0.0.1", SECRET, context=b"this", timeout_s=1.5) as gate, raw(gate) as silent, raw(gate) as slow:
         over = threading.Event()
