@@ -34,7 +34,7 @@ def _patiently(start: Callable[[], _Made]) -> _Made:
         except Exception as error:  # Ray has no class of its own for it
             if not left or "timed out during startup" not in str(error):
                 raise
-            ray.shutdown()
+        _shut_down()  # when the error is gone, which keeps processes of the start
     raise AssertionError
 
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.clock import PATIENCE_S
 from tests.raycluster import cluster  # noqa: F401  a fixture
 from tests.unit.echo import Echo
 from tests.unit.test_executor import (
@@ -46,7 +47,7 @@ def run_on(executor: RayExecutor) -> None:
 
 def test_a_rank_that_cannot_start_ends_the_others(short):
     with pytest.raises(EngineFailure, match="rank 1 failed in its start: LookupError: no such model") as caught:
-        RayExecutor(Echo, 2, {"trouble": "one"}, start_timeout_s=60)
+        RayExecutor(Echo, 2, {"trouble": "one"}, start_timeout_s=PATIENCE_S)
     assert caught.value.ranks == (1,)
 
 

@@ -251,6 +251,7 @@ def test_memory_outside_the_registration_is_refused(owner, reader):
 def test_a_stopped_owner_ends_the_read_at_its_deadline_and_an_interrupt_ends_it_at_once(owner, reader, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")  # needs the owner's help, so that a stopped owner is a silent network
     slow = Owner(UCX_TLS="tcp")
+    read(reader, Pull("b", owner.memories[0], [(0, Runs(0, 64, 64, 1))]))  # starts NIXL, which may take a while
     assert slow.process.pid is not None
     os.kill(slow.process.pid, signal.SIGSTOP)
     pull = Pull("a", slow.memories[0], [(0, Runs(0, 4096, 4096, 1))])
