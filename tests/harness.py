@@ -256,6 +256,12 @@ def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateRepor
         return updater.update(version=version)
 
 
+def unnamed_s(report: UpdateReport) -> float:
+    """Seconds of an update that belong to no phase; not below 0 where engines' own times are in ``verify`` too."""
+    engines = ("load", "stall")
+    return max(report.seconds - sum(took_s for name, took_s in report.phases.items() if name not in engines), 0.0)
+
+
 def on_every_rank(report: UpdateReport) -> str:
     """The part of a report that every trainer rank has, as JSON; the head alone has the timeline."""
     return msgspec.structs.replace(report).to_json()  # a replaced one has no timeline

@@ -97,10 +97,13 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` and so on; ``"ipc+broadcast"`` if targets were reached in
             different ways, which their rows name.
         bytes: Bytes sent: the payload of one copy of the model, or less if the update failed before all was sent.
-        phases: Seconds by phase on the head trainer rank; phases overlap, so they do not add up to ``seconds``.
+        phases: Seconds by phase.  Those of the head trainer rank follow one another and take all of ``seconds``.
             ``open``: sessions and groups.  ``gather``: shards into a bucket.  ``pack``: digests and casts.  ``send``:
-            waits for the transport and the engines.  ``load``: inside the engines.  ``verify``: digests read back.
-            ``commit``.  ``stall``: the longest of all targets.
+            waits for the transport and the engines.  ``verify``: digests and log-probabilities compared.  ``commit``.
+            ``recover``: ends failed attempts, asks engines what they serve, and makes another transport.  ``other``:
+            what is left, such as waits for other trainer ranks.  Engines are busy meanwhile, so their times overlap
+            these: ``load``, the digests that they read back, which ``verify`` has too, and ``stall``; the longest of
+            all targets.
         peak_extra_bytes: Most extra memory that any trainer rank held at once, in bytes, measured.
         planned_extra_bytes: The same as ``connect`` has planned it; the limit ``max_extra_bytes`` holds for this.
         bucket_bytes: Size of a bucket in bytes, as the caller gave it or as ``connect`` chose it.

@@ -1,11 +1,13 @@
 """The arguments that ``connect`` takes: paths, state dicts, one URL, sizes as text, dtypes by any name."""
 
+import time
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.harness import Engine, digests_of, next_version, trainer_of
+from tests.harness import Engine, digests_of, next_version, trainer_of, unnamed_s
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
@@ -153,6 +155,21 @@ def test_an_adapter_with_nan_is_refused_before_its_merged_weights_leave(engine, 
             updater.update(version=after)
         assert caught.value.report.targets[0].status == "untouched"
         assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
+
+
+def test_every_second_of_an_update_belongs_to_a_phase(engine):
+    version, after = next_version(), next_version()
+    model, wait_s = trainer_of(version), 0.2
+    with WeightUpdater.connect(model, engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        report = updater.update(version=version)
+    assert unnamed_s(report) == pytest.approx(0, abs=1e-3)
+    with WeightUpdater.connect(
+        model, engine.url, bucket_bytes="64KiB", allow_older=True, progress=lambda *_: time.sleep(wait_s)
+    ) as updater:
+        slow = updater.update(version=after)
+    assert unnamed_s(slow) == pytest.approx(0, abs=1e-3)
+    assert slow.phases["other"] > slow.buckets * wait_s
+    assert "other" in str(slow)
 
 
 def test_one_url_is_one_target():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.clock import PATIENCE_S
 from tests.e2e import engines as reference
 from tests.e2e.test_direct import in_shared_memory, needs_nixl, sharded
-from tests.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of
+from tests.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of, unnamed_s
 from tests.hosts import become_another_user
 from tests.placed import PlacedEngine, move_to_another_host, needs_root
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -149,9 +149,12 @@ def test_engine_that_cannot_map_memory_gets_the_same_update_by_broadcast(engines
         (note,) = report.targets[1].notes
         assert note.startswith("ipc gave way to broadcast")
         assert "cannot map memory of process" in note  # the engine's own words
+        assert report.phases["recover"] > 0  # what the failed attempt took is no riddle
+        assert unnamed_s(report) == pytest.approx(0, abs=1e-3)
         report = update(updater, model)  # which stays with what worked, and needs no second attempt
         assert ways(report) == [("ipc", "resident"), ("broadcast", "resident")]
         assert [row.notes for row in report.targets] == [(), ()]
+        assert "recover" not in report.phases
         assert serves_whole(engines.one) == serves_whole(walled) == report.version
         updater.retarget([walled.url])  # which tries again
         assert updater.transport == "ipc"

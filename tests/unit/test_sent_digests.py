@@ -64,7 +64,7 @@ def test_every_engine_gets_the_digest_of_what_it_keeps(monkeypatch):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_casts_have_the_digests_of_each_tensor_cast_by_itself(compiled, monkeypatch, data):
-    """Whatever lies between tensors, whichever of them lie elsewhere, and however many are cast at once."""
+    """Gaps between tensors, tensors that lie elsewhere and the size of a part play no role."""
     assert on_cpu.available()
     wide = ["float32", "bfloat16", "float16", "float64"]
     make = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
 from tests.unit.watching import SESSION, A, B, ended, report, row, session_events, started, targets, trainer_events
-from weightcast.watch.events import StateChanged
+from weightcast.watch.events import SessionEnded, StateChanged
 from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 
@@ -63,6 +64,27 @@ def test_an_error_that_begins_with_the_version_is_the_whole_line(lines):
     said = "update to version 7 failed: a did not answer"
     [(level, _, text)] = lines(started(), ended("failed", error=said, error_kind="UpdateFailed"))
     assert (level, text) == ("ERROR", said)
+
+
+def test_the_line_of_a_commit_has_the_time_of_the_commit_however_late_it_is_written(lines):
+    now, ago_s = time.time(), 4000.0
+    event = SessionEnded(
+        session=SESSION, version=7, serves=7, outcome="committed", stall_s=0.1, at=time.monotonic() - ago_s
+    )
+    lines(event)
+    [record] = lines.records()
+    assert record.created == pytest.approx(now - ago_s, abs=60)
+    told = logging.Formatter("%(asctime)s").format(record)
+    first, last = (logging.Formatter().formatTime(at_time(record, now - ago_s + more)) for more in (-60, 60))
+    assert first < told < last
+    assert record.msecs == pytest.approx(record.created % 1 * 1000)
+
+
+def at_time(record: logging.LogRecord, created: float) -> logging.LogRecord:
+    """A copy of a record with another time."""
+    other = logging.makeLogRecord(vars(record))
+    other.created = created
+    return other
 
 
 def test_other_ranks_say_nothing(lines):

@@ -19,7 +19,7 @@ from weightcast.timeline.tracks import Timeline
 
 # The phases that follow one another on the head.  ``load``, ``stall`` and most of ``verify`` are times of engines,
 # within ``send`` and ``commit``.
-_OF_HEAD = ("open", "gather", "pack", "send", "commit")
+_OF_HEAD = ("open", "gather", "pack", "send", "commit", "recover", "other")
 _OF_ENGINES = ("load", "verify")
 _MOODS: dict[str, Mood] = {"serving": "good", "untouched": "warn", "quarantined": "bad", "unknown": "bad"}
 _CELLS = {"serving": "s1", "untouched": "s3", "quarantined": "bad", "unknown": "grey", "": "faint"}

@@ -134,12 +134,13 @@ class Attempts:
 
     def _score(self, head: Head | None) -> AttemptResult:
         scorer = cast(Scorer, self._exporter)
-        mine, why = list[float](), ""
+        mine, why, began = list[float](), "", time.monotonic()
         try:
             mine = scorer.logprobs(_PROBE_TOKENS)
         except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
             why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
         result = AttemptResult()
         if head is not None:
+            head.add_phase("verify", time.monotonic() - began)
             result = head.compare(_PROBE_TOKENS, mine, why)
         return self._ranks.hear(result)

@@ -380,7 +380,9 @@ class BucketStream:
         for number, layout in enumerate(layouts[begin:], begin):
             slot = self._slot(self._num_mapped + number)
             if slot is not None:
+                waits = time.monotonic()
                 slot.reclaim()
+                self._sent_since(waits)
             began = time.monotonic()
             bucket = next(buckets)
             ended = time.monotonic()
@@ -467,7 +469,7 @@ class BucketStream:
         return True
 
     def _sent_since(self, began: float) -> None:
-        """Adds the time of this rank's messages to the update's phases."""
+        """Adds the time of this rank's messages, and of waits for their readers, to the update's phases."""
         if self._head is not None:
             self._head.add_phase("send", time.monotonic() - began)
 

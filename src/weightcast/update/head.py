@@ -24,7 +24,7 @@ from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, only_its_group, raise_together, run_each, together
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
-from weightcast.update.choose import Plan
+from weightcast.update.choose import Plan, Probed
 from weightcast.update.exchange import Exchange
 from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
@@ -91,6 +91,7 @@ class Head:
         self._attempts = 0
         self._outcomes: dict[str, Outcome] = {}
         self._phases: dict[str, float] = {}
+        self._on_head_s = 0.0  # sum of the phases that follow one another on this rank
         self._started = 0.0
         self.version = 0  # of the update that was begun last
         self._asked_at: float | None = None
@@ -135,6 +136,7 @@ class Head:
         self._attempts = 0
         self._outcomes = {url: Outcome() for url in (self._plan.urls if only is None else only)}
         self._phases = {}
+        self._on_head_s = 0.0
         self._started = time.monotonic()
         self._verifier.begin(must_be)
         self._late = Late()
@@ -292,8 +294,9 @@ class Head:
         )
 
     def add_phase(self, name: str, seconds: float) -> None:
-        """Adds to the time of a phase."""
+        """Adds to the time of a phase of this rank; no two of these run at once."""
         self._phases[name] = self._phases.get(name, 0.0) + seconds
+        self._on_head_s += seconds
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Digests and sends a bucket; ``finish`` reports a failure."""
@@ -358,7 +361,8 @@ class Head:
                 self._outcomes[link.url].add(why_not)
         else:
             compare = self._verifier.compare_scores
-            run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self.sessions.links)
+            with self._phase("verify"):
+                run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self.sessions.links)
         bad = together(
             outcome.failed for outcome in self._outcomes.values() if isinstance(outcome.failed, VerificationFailed)
         )
@@ -394,12 +398,13 @@ class Head:
     def _fail(self, error: WeightcastError) -> AttemptResult:
         """Ends every session, asks what each target serves, and decides whether another attempt follows."""
         self._failure = error
-        self.give_up(str(error))
-        culprits = (
-            {}
-            if isinstance(error, WeightsChanged)
-            else _culprits(error, self._plan, self.sessions.links, self._outcomes)
-        )
+        with self._phase("recover"):
+            self.give_up(str(error))
+            culprits = (
+                {}
+                if isinstance(error, WeightsChanged)
+                else _culprits(error, self._plan, self.sessions.links, self._outcomes)
+            )
         active = [link.url for link in self.sessions.links]
         nothing_committed = not any(link.committed for link in self.sessions.links)
         notes = self._leave_transports(culprits) if nothing_committed else {}
@@ -434,7 +439,8 @@ class Head:
         for url, note in notes.items():
             self._outcomes[url].notes.append(note)
         try:
-            choice = self._plan.choose_again()
+            with self._phase("recover"):
+                choice = self._plan.choose_again()
         except WeightcastError as error:
             return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
         return AttemptResult(again=True, choice=choice)
@@ -443,13 +449,14 @@ class Head:
         """Switches targets back where the caller asked for all or nothing, and reports."""
         words = ""
         if self._config.on_failure == "raise":
-            words = switch_back(
-                self.sessions.links,
-                self._outcomes,
-                version=self.version,
-                reason=str(error),
-                timeout_s=self._config.timeout_s,
-            )
+            with self._phase("recover"):
+                words = switch_back(
+                    self.sessions.links,
+                    self._outcomes,
+                    version=self.version,
+                    reason=str(error),
+                    timeout_s=self._config.timeout_s,
+                )
         report = self._report()
         if self._config.on_failure == "quarantine" and any(row.status == "serving" for row in report.targets):
             return AttemptResult(report=report)
@@ -505,7 +512,10 @@ class Head:
             for url, outcome in self._outcomes.items()
             if (outcome.committed is None or outcome.failed) and outcome.reverted is None
         ]
-        now = self._plan.probe(unsure, hasty=True)
+        now: Probed = {}
+        if unsure:
+            with self._phase("recover"):
+                now = self._plan.probe(unsure, hasty=True)
         for url, outcome in self._outcomes.items():
             link = self._plan.links.get(url)
             outcome.notes += link.take_notes() if link is not None else ()
@@ -522,14 +532,16 @@ class Head:
             self._roster.current = Current(version=self.version, digest=digest)
             changed = self._verifier.served()
         rows = (*self._late.rows, *rows)
-        phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
+        seconds = time.monotonic() - self._started
+        phases = self._phases | {"other": max(seconds - self._on_head_s, 0.0)}
+        phases = {name: round(taken_s, 6) for name, taken_s in phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
             version=self.version,
             transport=self._plan.reach.label(self.sessions.links),
             bytes=min(self.sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
             buckets=self.sessions.num_buckets,
-            seconds=time.monotonic() - self._started,
+            seconds=seconds,
             phases=phases,
             peak_extra_bytes=0,
             digest=digest,

@@ -7,6 +7,7 @@ the same report or raises the same error.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -497,7 +498,10 @@ class WeightUpdater:
         """Runs the update; the version counts on the head alone."""
         assert self._stream is not None
         while (result := self._attempts.run(version, self._head, self._stream)).choice is not None:
+            began = time.monotonic()
             self._use(result.choice)  # a transport gave way
+            if self._head is not None:
+                self._head.add_phase("recover", time.monotonic() - began)
         if result.report is not None:
             known = [row.version_after for row in result.report.targets if row.version_after is not None]
             self._served = max(known, default=self._served)

@@ -8,6 +8,8 @@ field that does not apply is None.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 
 from weightcast.errors import UpdateFailed
 from weightcast.watch.events import (
@@ -145,7 +147,8 @@ class UpdateLog(ByKind):
     def _committed(self, event: SessionEnded) -> None:
         if event.outcome == "committed":
             extra = {"session": event.session, "version": event.version, "target": None}
-            engine_log.info("version %s serves; stall %.6f s", event.version, event.stall_s, extra=extra)
+            text = "version %s serves; stall %.6f s"
+            _log_at(event.at, engine_log, logging.INFO, text, event.version, event.stall_s, extra=extra)
 
     def _state_changed(self, event: StateChanged) -> None:
         if event.state == "quarantined":
@@ -160,3 +163,18 @@ class UpdateLog(ByKind):
 
     def _extra(self, target: str | None) -> dict[str, object]:
         return {"session": self._session, "version": self._version, "target": target}
+
+
+def _log_at(
+    at: float, logger: logging.Logger, level: int, text: str, *values: object, extra: Mapping[str, object]
+) -> None:
+    """Writes a line that has the time of its event, ``at`` on the monotonic clock, and not that of its writing."""
+    if not logger.isEnabledFor(level):
+        return
+    path, line, function, _ = logger.findCaller()
+    record = logger.makeRecord(logger.name, level, path, line, text, values, None, function, extra)
+    ago_s = time.monotonic() - at
+    record.created -= ago_s
+    record.msecs = record.created % 1 * 1000
+    record.relativeCreated -= ago_s * 1000
+    logger.handle(record)

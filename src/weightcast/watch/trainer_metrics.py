@@ -31,7 +31,7 @@ class _Instruments:
     def __init__(self) -> None:
         self.update_seconds = seconds_by(
             "weightcast_update_seconds",
-            "Seconds of an update by phase; phases overlap, and phase total is the whole update.",
+            "Seconds of an update by phase; engines' overlap the trainer's, and phase total is all of it.",
             ["phase", "transport"],
         )
         self.stall_seconds = Summary(

@@ -22,6 +22,8 @@ _COLOURS = {
     "pack": "tab:cyan",
     "send": "tab:orange",
     "commit": "tab:red",
+    "recover": "tab:brown",
+    "other": "tab:olive",
     "check": "tab:purple",
 }
 _COPIES = 5
