@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 
 import msgspec
@@ -84,6 +85,22 @@ def test_the_group_is_made_at_connect_and_not_in_the_first_update(engines, away,
             assert {proof for _, proof in ways(report)} == {"resident"}
             assert {serves_whole(engine) for engine in (engines.one, away)} == {report.version}
         assert not [event for event in events if isinstance(event, Asked) and event.message == "join"]
+
+
+def test_an_engine_that_is_updated_at_connect_joins_the_group_in_the_first_update(away, caplog):
+    caplog.set_level(logging.WARNING, "weightcast")
+    model, late = trainer_of(next_version()), list[WeightUpdater]()
+
+    def connect_another(*_: object) -> None:
+        if not late:
+            late.append(connect(model, [away], transport="broadcast", timeout_s=PATIENCE_S))
+
+    with connect(model, [away], transport="broadcast", timeout_s=PATIENCE_S, progress=connect_another) as first:
+        update(first, model)
+    assert "no process group could be made with the engines yet" in caplog.text
+    assert "being updated by" in caplog.text
+    with late[0] as updater:
+        assert ways(update(updater, model)) == [("broadcast", "resident")]
 
 
 @pytest.mark.parametrize("name", ["ipc", "broadcast"])
