@@ -127,18 +127,18 @@ class World:
         self.until(lambda health: health["waiting"] == BATCH and health["running"] == BATCH)
         return running, waiting
 
-    def update_under_load(self, mode: str) -> Load:
+    def update_under_load(self, mode: str | None) -> Load:
         """Does so while requests run and wait."""
         loaded = BeforeCommit(self.load)
         self.update(mode, progress=loaded)
         assert loaded.result is not None
         return loaded.result
 
-    def update(self, mode: str, **options: Any) -> None:
-        """Updates to the next version, with a trainer in this process."""
+    def update(self, mode: str | None, **options: Any) -> None:
+        """Updates to the next version, with a trainer in this process; with the default pause if none is named."""
         self.version += 1
-        options = {"timeout_s": PATIENCE_S, "bucket_bytes": 1 << 20} | options
-        with WeightUpdater.connect(self.model(self.version), [self.engine.url], pause=mode, **options) as updater:
+        options = {"timeout_s": PATIENCE_S, "bucket_bytes": 1 << 20} | options | ({"pause": mode} if mode else {})
+        with WeightUpdater.connect(self.model(self.version), [self.engine.url], **options) as updater:
             report = updater.update(version=self.version)
         assert report.ok
         assert report.targets[0].proof == "resident"
@@ -204,9 +204,10 @@ def test_abort_ends_all_requests_and_new_ones_run(world: World) -> None:
     world.check_tokens(fresh)
 
 
-def test_retract_recomputes_the_cache_of_kept_requests(world: World) -> None:
+@pytest.mark.parametrize("mode", ["retract", None])
+def test_retract_recomputes_the_cache_of_kept_requests_and_is_the_default(world: World, mode: str | None) -> None:
     old = world.version
-    running, waiting = world.update_under_load("retract")
+    running, waiting = world.update_under_load(mode)
     for answer in results(running):
         assert (answer.finish_reason, len(answer.tokens)) == ("length", LONG)
         assert [version for version, _ in answer.spans] == [old, old + 1]

@@ -20,6 +20,7 @@ from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError
 from weightcast.transports.preflight import choose_transport
 from weightcast.transports.spec import Placement
+from weightcast.update import diagnose
 from weightcast.update.choose import Plan
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.nccl_settings import NcclSettings
@@ -222,3 +223,25 @@ def test_direct_through_memory_between_gpus_warns_of_nothing(monkeypatch, caplog
     plan = plan_of({URL: engine(ENGINE, visible=(TRAINER, ENGINE))}, [TRAINER], transport="direct")
     assert plan.choose().transport == "direct"
     assert caplog.records == []
+
+
+# -- doctor
+
+
+def test_doctor_says_which_gpus_each_side_sees(monkeypatch):
+    monkeypatch.setattr(diagnose, "visible_gpus", lambda: (TRAINER,))
+    *_, check = diagnose._sharing(engine(ENGINE, visible=(ENGINE,)))
+    assert (check.name, check.level) == ("ipc", "warn")
+    assert f"rank 0 sees only {ENGINE}, and this process sees {TRAINER}: an update takes broadcast" in check.text
+    monkeypatch.setattr(diagnose, "visible_gpus", lambda: (TRAINER, ENGINE))
+    *_, check = diagnose._sharing(engine(ENGINE, visible=(ENGINE,)))
+    assert check.text == "possible, by CUDA IPC on 1 GPU"
+
+
+@pytest.mark.parametrize(("value", "level"), [("0", "ok"), ("1", "warn")])
+def test_doctor_compares_nccl_with_its_own_environment(value: str, level: str, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(diagnose, "settings_here", lambda _: settings(NCCL_CUMEM_ENABLE=value))
+    [check] = diagnose._nccl(engine(ENGINE, nccl=settings(**BY_SGLANG)))
+    assert (check.name, check.level) == ("nccl", level)
+    assert level == "ok" or "set NCCL_CUMEM_ENABLE=0" in str(check.hint)
