@@ -80,7 +80,7 @@ class Core:
         return list(self.answers)
 
     def switch(self, *, stamp: str = "", **asked: bool) -> list[Any]:
-        wishes = dict.fromkeys(("rest", "drop_cache", "drop_encoders", "resume"), False) | asked
+        wishes = dict.fromkeys(("rest", "keep_cache", "drop_cache", "drop_encoders", "resume"), False) | asked
         return core_switch.switch_between_steps(self, **wishes, timeout_s=7.0, stamp=stamp)
 
 
@@ -192,7 +192,7 @@ def test_an_engine_core_gets_the_methods_if_there_is_one(monkeypatch):
     assert getattr(core, core_switch.ASK)() == "alone"
     core.dp_group = object()
     assert getattr(core, core_switch.ASK)() == "lockstep"
-    assert getattr(core, core_switch.SWITCH_BETWEEN)(False, False, False, False, 7.0, "") == ["", False, False]
+    assert getattr(core, core_switch.SWITCH_BETWEEN)(False, False, False, False, False, 7.0, "") == ["", False, False]
     del core.batch_queue
     with pytest.raises(AttributeError, match="batch_queue"):
         getattr(core, core_switch.ASK)()

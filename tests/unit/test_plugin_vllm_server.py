@@ -19,14 +19,16 @@ from tests.unit.echo import Echo
 from tests.unit.sessions import Sender
 from tests.unit.sleep_session import Session
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, EngineFailure
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.rank_sockets import READY, Hello, socket_path, switch_of
+from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
 from weightcast.plugins.vllm.core_switch import ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
+from weightcast.plugins.vllm.token_versions import SAY_VERSION
 from weightcast.receiver import rank_connections
 from weightcast.receiver.rank_connections import serve_messages
 from weightcast.wire.answers import RankAck
@@ -258,6 +260,25 @@ def test_an_engine_that_did_not_resume_is_still_paused(loop):
     assert not hooks.paused
 
 
+def test_in_place_needs_engine_cores_that_part_the_prefixes_of_versions(loop):
+    client = Client()
+    client.engine_core = core = Core(client, "", "")
+    core.generations = False
+    hooks = VllmHooks(client, loop, prefix_caching=True, replicas=2)
+    hooks.keep_versions_apart()
+    assert "--no-enable-prefix-caching" in hooks.no_pause["in_place"]
+    with pytest.raises(Refused, match="prefix caching gives to new requests"):
+        hooks.pause("in_place", 5.0)
+    assert client.said == []
+    core.generations = True
+    hooks.keep_versions_apart()
+    assert hooks.no_pause == {}
+    for mode in ("in_place", "retract"):  # no switch in the cores comes between
+        hooks.pause(mode, 5.0)
+        hooks.resume()
+    assert client.said == ["pause keep False", "generation 0", "generation 1", "resume", "pause keep True", "resume"]
+
+
 @pytest.mark.parametrize(
     ("mode", "encoders", "said"),
     [
@@ -284,6 +305,8 @@ class Core:
         self.kinds = kinds
         self.answers: list[Any] = [["", False, True]] * len(kinds)
         self.stamps: list[str] = []
+        self.versions: list[str] = []
+        self.generations = True
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
         return await self._call_utility_async(method, *arguments, engine=0)
@@ -296,11 +319,17 @@ class Core:
         if method == STAY_PAUSED:
             self.client.stays_paused = arguments[0]
             return None
+        if method == SAY_VERSION:
+            self.versions.append(arguments[0])
+            return None
+        if method == NEXT_GENERATION:
+            self.client.said += [f"generation {engine}"] if arguments[0] else []
+            return self.generations
         assert method == SWITCH_BETWEEN
         *wishes, timeout_s, stamp = arguments
         self.stamps.append(stamp)
         assert timeout_s == 7.0
-        names = ("rest", "cache", "encoders", "resume")
+        names = ("rest", "keep", "cache", "encoders", "resume")
         said = " ".join(name for name, wish in zip(names, wishes, strict=True) if wish)
         self.client.said.append(f"switch {engine}: {said}")
         if isinstance(self.answers[engine], Exception):
@@ -334,9 +363,9 @@ def commit(hooks: VllmHooks, mode: PauseMode) -> None:
 @pytest.mark.parametrize(
     ("mode", "encoders", "in_order", "said"),
     [
-        ("in_place", False, True, ["switch 0: "]),
-        ("in_place", False, False, ["switch 0: rest"]),
-        ("in_place", True, True, ["switch 0: rest encoders"]),
+        ("in_place", False, True, ["switch 0: keep"]),
+        ("in_place", False, False, ["switch 0: rest keep"]),
+        ("in_place", True, True, ["switch 0: rest keep encoders"]),
         ("retract", False, True, ["switch 0: rest cache"]),
         ("retract", True, True, ["switch 0: rest cache encoders"]),
         ("wait", False, True, ["pause wait False, at once", "switch 0: rest cache resume"]),
@@ -356,9 +385,11 @@ def test_every_engine_core_gets_the_call_and_those_in_lockstep_a_pause_around_it
     assert client.said == ["switch 0: rest cache", "switch 1: rest cache"]
     client, _, hooks = switching(loop, "lockstep", "lockstep")
     commit(hooks, "retract")
-    commit(hooks, "in_place")
     calls = ["switch 0: ", "switch 1: "]
-    assert client.said == ["pause keep True", *calls, "resume", *calls]
+    assert client.said == ["pause keep True", *calls, "resume"]
+    client.said.clear()
+    commit(hooks, "in_place")
+    assert client.said == ["switch 0: keep", "switch 1: keep"]
     client, _, hooks = switching(loop, "", "")  # another version of vLLM
     hooks.pause("in_place", 5.0)
     hooks.resume()
@@ -368,10 +399,10 @@ def test_every_engine_core_gets_the_call_and_those_in_lockstep_a_pause_around_it
 def test_tokens_in_flight_are_handed_out_before_a_switch_that_waits_for_the_device(loop):
     client, _, hooks = switching(loop, "alone", waits=True)
     commit(hooks, "in_place")
-    assert client.said == ["switch 0: rest"]
+    assert client.said == ["switch 0: rest keep"]
     client, _, hooks = switching(loop, "lockstep", waits=True)  # such a core cannot rest by itself
     commit(hooks, "in_place")
-    assert client.said == ["switch 0: "]
+    assert client.said == ["switch 0: keep"]
 
 
 def test_quarantined_engine_is_paused_until_the_proof_of_its_next_update(loop):
@@ -379,7 +410,7 @@ def test_quarantined_engine_is_paused_until_the_proof_of_its_next_update(loop):
     hooks.pause("abort", 5.0)
     client.said.clear()
     commit(hooks, "in_place")
-    assert client.said == ["pause keep False", "switch 0: ", "resume"]
+    assert client.said == ["pause keep False", "switch 0: keep", "resume"]
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort"])
@@ -518,6 +549,11 @@ def test_tokens_are_stamped_at_the_switch_and_with_the_old_version_if_it_is_take
     hooks.switch_model(7.0, "")
     hooks.switch(7.0)  # an adapter's
     assert core.stamps[::2] == core.stamps[1::2] == ["7", "8", "7", "9", "7", ""]
+    _, core, hooks = switching(loop, "", "")  # no switch is a call into these cores
+    hooks.keep_versions_apart()
+    hooks.set_version(7)
+    hooks.set_version(7)
+    assert core.versions == ["default", "default", "7", "7"]
 
 
 def test_version_goes_with_the_commit_alone(workers):

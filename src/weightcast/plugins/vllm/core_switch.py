@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from weightcast.plugins.vllm import cached_prefixes, token_versions
 from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 # Names of the methods for ``call_utility_async``.
@@ -47,6 +48,8 @@ def install() -> None:
         setattr(core_class, SWITCH_BETWEEN, switch_between_steps)
         setattr(core_class, OWNER, owner)
         setattr(core_class, STAY_PAUSED, stay_paused)
+        cached_prefixes.install(core_class)
+        token_versions.install(core_class)
 
 
 def kind(core: Any) -> str:
@@ -63,7 +66,14 @@ def kind(core: Any) -> str:
 
 
 def switch_between_steps(
-    core: Any, rest: bool, drop_cache: bool, drop_encoders: bool, resume: bool, timeout_s: float, stamp: str
+    core: Any,
+    rest: bool,
+    keep_cache: bool,
+    drop_cache: bool,
+    drop_encoders: bool,
+    resume: bool,
+    timeout_s: float,
+    stamp: str,
 ) -> list[Any]:
     """Has every worker switch its weights while this core schedules nothing.
 
@@ -71,10 +81,11 @@ def switch_between_steps(
 
     Args:
         rest: Whether batches in flight end first.
+        keep_cache: Whether the KV cache of the old weights stays: running requests keep theirs, and others find none.
         drop_cache: Whether requests lose their KV cache, which vLLM then computes again, and cached prefixes go.
         drop_encoders: Whether cached outputs of encoders go.
         resume: Whether a pause from before ends; otherwise it stays.
-        stamp: vLLM's weight version of the answers from now on; empty leaves it.
+        stamp: Weight version of the answers from now on, also vLLM's own; empty leaves it.
 
     Returns:
         The failure in words, or nothing; whether the core was paused before; and whether it has the stamp.
@@ -86,6 +97,8 @@ def switch_between_steps(
     before = scheduler.pause_state
     states = type(before)  # vLLM's ``PauseState``
     why = ""
+    if keep_cache:
+        cached_prefixes.next_generation(core)
     try:
         if rest and core.batch_queue:
             scheduler.set_pause_state(states.PAUSED_ALL)
@@ -107,9 +120,11 @@ def switch_between_steps(
         scheduler.set_pause_state(states.PAUSED_ALL)
         raise
     failed = "" if why else "; ".join(dict.fromkeys(words for words in said if words))
-    stamped = bool(stamp) and not failed and not why and hasattr(core, "set_weight_version")
+    stamped = bool(stamp) and not failed and not why
     if stamped:
-        core.set_weight_version(stamp)
+        token_versions.say_version(core, stamp)
+        if hasattr(core, "set_weight_version"):
+            core.set_weight_version(stamp)
     after = states.PAUSED_ALL if failed else after
     if after == states.UNPAUSED and before != after:
         core.resume_scheduler()

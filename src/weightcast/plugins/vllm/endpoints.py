@@ -18,6 +18,7 @@ from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.api_server import SleepingSessions, server_events
 from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
 from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
+from weightcast.plugins.vllm.answer_versions import AddsVersions, watch
 from weightcast.plugins.vllm.api_servers import Door, HandsOn, add_first, found_door, number_of
 from weightcast.plugins.vllm.core_switch import OWNER
 from weightcast.plugins.vllm.engine_hooks import VllmHooks, on_cores
@@ -73,6 +74,7 @@ class Endpoints(Late):
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes, each behind our own check of the key: vLLM's covers only its own routes."""
+        add_first(app, AddsVersions)
         add_first(app, HandsOn, owner=lambda: self._owner)
         self._app = app
         guard = self._guard
@@ -90,6 +92,7 @@ class Endpoints(Late):
         Raises:
             ConfigError: vLLM has options that weightcast does not support.
         """
+        watch(engine_client)
         config = engine_client.vllm_config
         number, servers = number_of(config, args)
         replicas = int(config.parallel_config.data_parallel_size)
@@ -146,6 +149,7 @@ class Endpoints(Late):
             encoders=bool(config.model_config.is_multimodal_model),
             cache_outside=store_outside(config),
         )
+        hooks.keep_versions_apart()
         world_size = replicas * int(parallel.world_size)
         elsewhere = elsewhere_of(config)
         executor = VllmExecutor(

@@ -21,8 +21,10 @@ from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
 from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.other_hosts import Invitation
+from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.rank_protocol import end_vllm
+from weightcast.plugins.vllm.token_versions import SAY_VERSION
 from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 log = logging.getLogger("weightcast.plugins.vllm")
@@ -37,8 +39,9 @@ _MODES: dict[PauseMode, tuple[str, bool]] = {
     "wait": ("wait", True),
     "abort": ("abort", True),
 }
-_STALE_CACHE = "in_place keeps the KV cache of the old weights, which vLLM's prefix caching gives to new requests"
+_STALE_CACHE = "in_place keeps the KV cache of the old weights, which this vLLM's prefix caching gives to new requests"
 _STALE_STORE = "in_place keeps what the old weights computed in {}, which gives it to new requests"
+_STARTED_WITH = "default"  # vLLM's own word for the version of the weights that it was started with
 _FRESH_CACHE = "use pause retract, or start vLLM with --no-enable-prefix-caching"
 
 
@@ -77,13 +80,8 @@ class VllmHooks(EngineLoop):
         super().__init__(loop)
         self._client = client
         self._resume_vllm = client.resume_generation  # vLLM's own, which ``sleep`` wraps for everybody else
-        self._stale = (
-            f"{_STALE_CACHE}; {_FRESH_CACHE}"
-            if prefix_caching
-            else f"{_STALE_STORE.format(cache_outside)}; use pause retract"
-            if cache_outside
-            else ""
-        )
+        self._prefixes = "shared" if prefix_caching else "none"  # shared by all weights, until ``keep_versions_apart``
+        self._cache_outside = cache_outside
         self._encoders = encoders
         self._replicas = replicas
         self._paused = False
@@ -95,7 +93,8 @@ class VllmHooks(EngineLoop):
         self._in_order = self._waits = False
         self._goes_on = False
         self._ends = False
-        self._stamp = self._stamp_before = ""  # vLLM's weight version
+        self._stamp = self._stamp_before = _STARTED_WITH
+        self._says_versions = False
 
     @property
     def paused(self) -> bool:
@@ -151,6 +150,30 @@ class VllmHooks(EngineLoop):
         """As ``EngineInfo.no_pause``."""
         return {"in_place": self._stale} if self._stale else {}
 
+    @property
+    def _stale(self) -> str:
+        if self._prefixes == "shared":
+            return f"{_STALE_CACHE}; {_FRESH_CACHE}"
+        return f"{_STALE_STORE.format(self._cache_outside)}; use pause retract" if self._cache_outside else ""
+
+    def keep_versions_apart(self) -> None:
+        """From now on answers say their versions, and a pause in place leaves nobody the old weights' cached prefixes.
+
+        That is so if this vLLM's cores can; its log says if they cannot.  Called once, at the start.
+        """
+        try:
+            self.wait(self._on_cores(SAY_VERSION, self._stamp), _SHORT_S, "engine cores to answer")
+            self._says_versions = True
+        except EngineFailure as error:
+            log.warning("weightcast: answers say no weight version, as this version has another engine core: %s", error)
+        if self._prefixes == "none":
+            return
+        try:
+            if all(self.wait(self._on_cores(NEXT_GENERATION, False), _SHORT_S, "engine cores to answer")):
+                self._prefixes = "apart"
+        except EngineFailure as error:
+            log.warning("weightcast refuses pauses in place, as this version has another engine core: %s", error)
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM and returns when no request runs; does nothing if the switch itself comes between two steps.
 
@@ -169,6 +192,8 @@ class VllmHooks(EngineLoop):
             raise Refused(reason, hint=hint)
         if self._paused or not self._in_switch:
             self.pause_anyway(mode, timeout_s)
+            if mode == "in_place" and self._prefixes == "apart" and not self._cores:
+                self.wait(self._on_cores(NEXT_GENERATION, True), _SHORT_S, "engine cores to part the prefixes")
         elif mode in self._in_switch:
             self._foreign = True  # nothing to resume, also if an operator has paused vLLM
         elif self._cores == ALONE:
@@ -218,11 +243,14 @@ class VllmHooks(EngineLoop):
             self.wait(self._client.reset_encoder_cache(), _SHORT_S, "the cache of encoders to be dropped")
 
     def set_version(self, version: int) -> None:
-        """Sets the weight version that newer versions of vLLM attach to their answers, unless a switch has."""
+        """Sets the weight version of answers, which is vLLM's own too where it has one, unless a switch has."""
         stamp = str(version)
-        if stamp == self._stamp or not hasattr(self._client, "update_weight_version"):
+        if stamp == self._stamp:
             return
-        self.wait(self._client.update_weight_version(stamp), _SHORT_S, "the new version to be noted")
+        if self._says_versions:
+            self.wait(self._on_cores(SAY_VERSION, stamp), _SHORT_S, "the new version to be noted")
+        if hasattr(self._client, "update_weight_version"):
+            self.wait(self._client.update_weight_version(stamp), _SHORT_S, "the new version to be noted")
         self._stamp = stamp
 
     def listen(self, invitation: Invitation) -> None:
@@ -268,7 +296,7 @@ class VllmHooks(EngineLoop):
         A core whose rank failed stays paused until ``resume``.
 
         Args:
-            stamp: Weight version that vLLM attaches to tokens from then on; empty leaves it.
+            stamp: Weight version of tokens from then on; empty leaves it.
 
         Returns:
             True if ``stamp`` is in force.
@@ -277,9 +305,11 @@ class VllmHooks(EngineLoop):
             self.rpc(SWITCH, timeout_s)
             return False
         ours = self._cores == ALONE and not self._asleep  # otherwise a pause, or sleep, has dropped the caches
+        keep_cache = self._mode == "in_place" and not self._asleep
         drop_cache, drop_encoders = ours and self._mode != "in_place", ours and self._encoders
         rest = drop_cache or drop_encoders or not self._in_order or (ours and self._waits)
-        calls = self._on_cores(SWITCH_BETWEEN, rest, drop_cache, drop_encoders, self._goes_on, timeout_s, stamp)
+        wishes = (rest, keep_cache, drop_cache, drop_encoders, self._goes_on)
+        calls = self._on_cores(SWITCH_BETWEEN, *wishes, timeout_s, stamp)
         was_ours, self._paused = self._paused, True  # if the call fails, nobody knows more
         said = self.wait(calls, timeout_s, "all ranks to switch")
         if any(failed for failed, *_ in said):
