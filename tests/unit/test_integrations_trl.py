@@ -113,6 +113,11 @@ def test_seeds_differ_between_rollouts_and_repeat_between_runs() -> None:
     ("changes", "words"),
     [
         ({"weight_version": 2}, "sampled with version 2, and the trainer sent version 3 last"),
+        ({"weight_version": None}, "answers without weight_version, so nobody knows which weights sampled"),
+        (
+            {"weight_versions": [{"version": 2, "tokens": 1}, {"version": 3, "tokens": 1}]},
+            "sampled with version 2 and then 3, and the trainer sent version 3 last",
+        ),
         ({"choices": []}, "without token ids or log-probabilities"),
         ({"choices": [{"text": "hello"}]}, "without token ids or log-probabilities"),
     ],

@@ -35,7 +35,7 @@ def answered(
     status: int = 200,
     n: int = 1,
 ) -> httpx.Response:
-    """What a client gets if vLLM sends these parts, each after it has read the next output of every prompt."""
+    """Sends these parts as vLLM does, each after the next output of every prompt; returns what a client gets."""
     closed: list[int] = []
 
     async def generate(prompt: int, parameters: Any, request_id: str) -> AsyncIterator[Any]:

@@ -132,15 +132,27 @@ class GrpoEngines(UpdateEngines):
                 url=url,
                 hint="the engine must honour return_token_ids and logprobs; vLLM and the reference engine do",
             ) from error
-        served = answer.get("weight_version")
-        # Engines that report no version with a completion proved it in the update.
-        if served is not None and str(served) != str(self.version):
+        self._check_on_policy(url, answer)
+        return _Answer(prompt=body["prompt"], tokens=tokens, logprobs=logprobs)
+
+    def _check_on_policy(self, url: str, answer: dict[str, Any]) -> None:
+        """Every token must come from the weights that were sent last."""
+        newest = answer.get("weight_version")
+        if newest is None:
             raise TargetRejected(
-                f"{url} sampled with version {served}, and the trainer sent version {self.version} last",
+                f"{url} answers without weight_version, so nobody knows which weights sampled",
+                url=url,
+                hint="use an engine that says it: vLLM with weightcast's receiver in it, or the reference engine",
+            )
+        spans = answer.get("weight_versions") or [{"version": newest}]
+        served = dict.fromkeys(str(span["version"]) for span in spans)
+        if list(served) != [str(self.version)]:
+            raise TargetRejected(
+                f"{url} sampled with version {' and then '.join(served)}, "
+                f"and the trainer sent version {self.version} last",
                 url=url,
                 hint="somebody else updates this engine, or it restarted; these samples are off-policy",
             )
-        return _Answer(prompt=body["prompt"], tokens=tokens, logprobs=logprobs)
 
 
 def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
