@@ -13,6 +13,7 @@ Transport  moves filled buckets; owns groups, buffers and threads       a file i
 One update calls them in this order::
 
     exporter.prepare(group)                                 # once, on every trainer rank
+    exporter.changed()                                      # if so: look_again(), and prepare(group) once more
     adapter.check(specs, transport=..., bucket_bytes=...)   # preflight: nothing has been sent
     adapter.open(message)                                   # pauses an engine that cannot stage
     transport.connect()                                     # sends adapter.join(invitation)
@@ -78,7 +79,9 @@ class Exporter(Protocol):
         ...
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which shard.  Collective; called once, before the first ``fill``.
+        """Exchanges which rank holds which shard.  Collective; called before the first ``fill``.
+
+        It is called again after ``Replanning.look_again``.
 
         Every rank raises ConfigError if this model cannot be exported as it is sharded.
         """
@@ -103,6 +106,31 @@ class Refilling(Protocol):
     @property
     def refills(self) -> bool:
         """True if it may."""
+        ...
+
+
+@runtime_checkable
+class Replanning(Protocol):
+    """An exporter that notices when the trainer has something else than what was planned for.
+
+    Every trainer rank asks at the beginning of each update.  If any of them says yes, all look again.
+    """
+
+    def changed(self) -> bool:
+        """True if this rank's model is made in another way than when it was looked at last.  No communication.
+
+        It is cheap, and never raises.  Other values are no change.
+        """
+        ...
+
+    def look_again(self) -> None:
+        """Looks at the model as it is now, as when the exporter was made; ``prepare`` follows on every rank.
+
+        No communication.  The tensors of an update stay the same ones.
+
+        Raises:
+            ConfigError: The model cannot be sent as it is now, or other tensors would travel.  ``changed`` stays True.
+        """
         ...
 
 

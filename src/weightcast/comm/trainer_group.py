@@ -217,14 +217,18 @@ class TrainerGroup:
         self._send_bytes([0], payload, "a message to be taken", limit_s)
         return None
 
-    def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
-        """Returns when every rank has called it with the same ``what``: different reasons to meet are an error."""
-        said = self.gather_bytes(what.encode(), timeout_s=timeout_s)
-        strays = [rank for rank, name in enumerate(said or ()) if name != what.encode()]
+    def barrier(self, what: str, *, flag: bool = False, timeout_s: float | None = None) -> bool:
+        """Returns when every rank has called it with the same ``what``: different reasons to meet are an error.
+
+        It returns True on every rank if any of them gave a ``flag``.
+        """
+        said = self.gather_bytes(b"%d%s" % (flag, what.encode()), timeout_s=timeout_s)
+        strays = [rank for rank, name in enumerate(said or ()) if name[1:] != what.encode()]
         if said is not None and strays:
-            self.abort(f"{name_ranks(strays)} came for {said[strays[0]].decode()!r} and not for {what!r}")
+            self.abort(f"{name_ranks(strays)} came for {said[strays[0]][1:].decode()!r} and not for {what!r}")
             self._failure.check()
-        self.broadcast_bytes(b"", timeout_s=timeout_s)
+        flags = b"%d" % any(name[:1] == b"1" for name in said or ())
+        return self.broadcast_bytes(flags, timeout_s=timeout_s) == b"1"
 
     # -- tensors
 

@@ -15,10 +15,11 @@ import torch
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
-from weightcast.exporters.safetensors_file import Entry, SafetensorsFile, Staging, unique
+from weightcast.exporters.safetensors_file import Entry, Identity, SafetensorsFile, Staging, identity_at, unique
+from weightcast.exporters.structure import check_same
 from weightcast.protocols import BucketUse, Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
@@ -26,6 +27,7 @@ from weightcast.wire.layout import NAMES, BucketLayout, TensorSpec
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_NAMES = SINGLE_NAME, INDEX_NAME
 _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -89,29 +91,65 @@ class CheckpointExporter:
         casting.check_wire_dtype(wire_dtype)
         self.path = Path(path)
         self.device = device or torch.device("cpu")
+        self._wire_dtype = wire_dtype
+        self._match = match
         self._staging = Staging(self.device)
         self._sums = PlanSums()
         self._plans: dict[int, _BucketPlan] = {}
+        self._specs = ()
         self._files: list[SafetensorsFile] = []
+        self._look()
+
+    def _look(self) -> None:
+        """Opens the files that are at the path now."""
+        before, self._files = self._files, []
+        beside = self._identities()
         try:
-            self._entries, skipped = self._open()
-            tied = _tied_head(self.path, self._entries)
+            entries, skipped = self._open()
+            tied = _tied_head(self.path, entries)
             if tied is not None:
-                del self._entries[tied]
+                del entries[tied]
                 skipped.append(tied)
+            match = self._match
             if match is not None:
-                self._entries = {name: entry for name, entry in self._entries.items() if re.fullmatch(match, name)}
-            if not self._entries:
+                entries = {name: entry for name, entry in entries.items() if re.fullmatch(match, name)}
+            if not entries:
                 raise ConfigError(f"{self.path} has no tensors" + (f" that match {match!r}" if match else ""))
-            check_names(self._entries)
+            check_names(entries)
+            planned = {spec.name: spec.torch_dtype for spec in self._specs}
+            specs = tuple(
+                TensorSpec(
+                    name=name,
+                    dtype=NAMES[casting.wire_dtype(entry.dtype, planned.get(name, self._wire_dtype))],
+                    shape=entry.shape,
+                )
+                for name, (_, entry) in entries.items()
+            )
+            if planned:
+                check_same(self._specs, specs, what=f"the checkpoint at {self.path}")
         except ConfigError:
             self.close()
+            self._files = before
             raise
+        for file in before:
+            file.close()
+        self._entries, self._beside = entries, beside
+        self._specs = self._specs or specs
         self.skipped = tuple(sorted(skipped))
-        self._specs = tuple(
-            TensorSpec(name=name, dtype=NAMES[casting.wire_dtype(entry.dtype, wire_dtype)], shape=entry.shape)
-            for name, (_, entry) in self._entries.items()
-        )
+        self._plans.clear()
+
+    def _identities(self) -> list[Identity | None]:
+        """Identities of the files at the path that say which files have the tensors, and which tensors travel."""
+        folder, own = (self.path, ()) if self.path.is_dir() else (self.path.parent, (self.path,))
+        return [identity_at(path) for path in (*own, *(folder / name for name in (*_NAMES, "config.json")))]
+
+    def changed(self) -> bool:
+        """Implements ``Replanning.changed``: True if a file was written, or another one is at its path."""
+        return self._identities() != self._beside or any([file.changed(header=True) for file in self._files])
+
+    def look_again(self) -> None:
+        """Implements ``Replanning.look_again``: opens the checkpoint that is at the path now."""
+        self._look()
 
     def __enter__(self) -> CheckpointExporter:
         return self
@@ -166,7 +204,7 @@ class CheckpointExporter:
 
         Raises:
             ConfigError: The layout has a tensor that this checkpoint does not have.
-            WeightcastError: The files have changed since they were opened, or the disk failed.
+            WeightcastError: A file of the checkpoint has changed since this update began, or the disk failed.
         """
         if bucket is None:
             return
@@ -176,8 +214,19 @@ class CheckpointExporter:
             target = bucket.data[read.first_byte : read.first_byte + size_bytes].view(read.dtype)
             read.file.read(read.entry, 0, target, self._staging)
         self._staging.wait()
+        self._check_unchanged()
         if sources is not None:
             sources.reserve(len(layout.slots)).add(plan.slots, self._sums.of(bucket))
+
+    def _check_unchanged(self) -> None:
+        """Refuses what was read if a file was replaced or written meanwhile, so that two checkpoints never mix."""
+        changed = [file.path for file in self._files if file.changed()]
+        if changed:
+            raise WeightcastError(
+                f"{changed[0]} was written or replaced while an update read it, so what was read may be of two "
+                "checkpoints. No engine gets it",
+                hint="update when the checkpoint has been saved, or save each one in a folder of its own",
+            )
 
     def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
         """Implements ``Summing.source_counts``."""

@@ -107,6 +107,13 @@ class BridgeExporter:
         """
         raise ConfigError("a bridge yields whole tensors and does not say which shards a rank holds")
 
+    def changed(self) -> bool:
+        """Implements ``Replanning.changed``: a bridge says anew in each update what it has, and ``fill`` compares."""
+        return False
+
+    def look_again(self) -> None:
+        """Does nothing, because nothing was planned."""
+
     def prepare(self, group: TrainerGroup) -> None:
         """Does nothing: the bridge itself knows which rank holds which shard."""
 

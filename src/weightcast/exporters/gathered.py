@@ -33,6 +33,13 @@ class GatheredTensors(PlacedTensors, ABC):
 
     _imagined: Mapping[int, torch.Tensor] = {}
 
+    def remember(self) -> None:
+        """Notes nothing: tensors change their forms whenever they are gathered."""
+
+    def changed(self) -> bool:
+        """As in the base, for ties alone."""
+        return not all(map(self.is_tied, self.ties))
+
     @abstractmethod
     def gathered(self, numbers: Sequence[int]) -> AbstractContextManager[object]:
         """A block in which these tensors are whole on every rank.  Collective."""
@@ -90,6 +97,7 @@ class GatheredExporter(NamedExporter, ABC):
     """
 
     framework: ClassVar[str]
+    _names_stay: ClassVar[bool] = False
     _tensors: GatheredTensors
 
     def __init__(
@@ -108,11 +116,20 @@ class GatheredExporter(NamedExporter, ABC):
                 "way",
                 hint="merge the adapters into a copy of the model, or train with FSDP2 or ZeRO stage 2",
             )
-        super().__init__(model, self.tensors_of(model), wire_dtype=wire_dtype, names=names, family=family)
+        super().__init__(model, lambda: self.tensors_of(model), wire_dtype=wire_dtype, names=names, family=family)
 
     @abstractmethod
     def tensors_of(self, model: nn.Module) -> GatheredTensors:
         """The tensors of a model, which the framework has partitioned."""
+
+    def look_again(self) -> None:
+        """Refuses a model that has changed: the framework's partitions are those of the model that it wrapped."""
+        if self.changed():
+            raise ConfigError(
+                f"modules or ties of the model have changed since it was connected, and {self.framework} has "
+                "partitioned what it was. Nothing has been sent, and the engines serve what they served",
+                hint="undo the change before the update, or close this updater and connect again",
+            )
 
     def shards(self) -> Iterator[Shard]:
         """Raises ``ConfigError``: partitions are no boxes of tensors."""

@@ -23,12 +23,14 @@ from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import (
     LayerMerges,
+    Switches,
     active_adapters,
     adapter_tensors,
     base_of,
     check_adapters,
     levels,
     outermost_layers,
+    unused_copies,
     why_no_product,
 )
 from weightcast.exporters.segments import Segment
@@ -45,21 +47,30 @@ CHUNK_ELEMENTS = 1 << 20
 class _Delta:
     """Adds scale * B A to a weight.  ``a`` and ``b`` are numbers of tensors: (rank, inputs) and (outputs, rank).
 
-    ``turned``: the weight is transposed, (inputs, outputs).
+    ``layer`` has the scale.  ``turned``: the weight is transposed, (inputs, outputs).
     """
 
     a: int
     b: int
-    scale: float
+    layer: Any
+    adapter: str
     turned: bool
+
+    @property
+    def scale(self) -> float:
+        """The adapter's scale now: trainers change it between two updates."""
+        return float(self.layer.scaling[self.adapter])
 
 
 def names_without_adapters(model: nn.Module) -> Callable[[nn.Module, str, str], str | None]:
-    """Function from a module's tensor to its name, for ``PlacedTensors``; None for a tensor of an adapter."""
-    adapters = adapter_tensors(model)
+    """Function from a module's tensor to its name, for ``PlacedTensors``; None for a tensor that is not sent.
+
+    These are the tensors of adapters, and of copies of a module that the forward pass does not use.
+    """
+    adapters, unused = adapter_tensors(model), unused_copies(model)
 
     def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
-        if id(getattr(module, attribute)) in adapters or ".original_module." in f".{prefix}.":
+        if id(getattr(module, attribute)) in adapters or id(module) in unused:
             return None
         return f"{prefix}.{attribute}" if prefix else attribute
 
@@ -98,18 +109,19 @@ class Merger:
 
     def __init__(self, model: nn.Module, weights: PlacedTensors) -> None:
         check_adapters(model)
+        self._switches = Switches(model)
         self._weights = weights
         self._deltas: dict[int, list[_Delta]] = {}
         self._layers = LayerMerges(model, weights)
         self._buckets: dict[int, _BucketAdapters] = {}
         self._sums = PlanSums()
         self._gathered: tuple[Bucket, Mapping[int, TensorSlot]] | None = None  # while a bucket is filled
-        adapted: list[tuple[str, Any, str, float]] = []
+        adapted: list[tuple[str, Any, str]] = []
         for name, outer in outermost_layers(model):
             parts: list[Any] = [level for level in levels(outer) if active_adapters(level)]
             if not any(why_no_product(level) for level in parts):
                 adapted += [
-                    (name, level, adapter, float(level.scaling[adapter]))
+                    (name, level, adapter)
                     for level in parts
                     for adapter in active_adapters(level)
                     if adapter in level.lora_A
@@ -119,14 +131,14 @@ class Merger:
         self._tensors = PlacedTensors(model, name_of=_adapter_name)
         numbers = {(id(place.module), place.attribute): n for n, place in enumerate(self._tensors.places)}
         bases = {(id(place.module), place.attribute): n for n, place in enumerate(weights.places)}
-        for name, module, adapter, scale in adapted:
+        for name, module, adapter in adapted:
             base = bases.get((id(base_of(module)), "weight"))
             if base is None:
                 raise ConfigError(f"{name} adapts a weight that is tied to another, so it cannot be merged on the way")
             a, b = (numbers[id(getattr(module, part)[adapter]), "weight"] for part in ("lora_A", "lora_B"))
             turned = bool(getattr(module, "fan_in_fan_out", False))
             self._check(base, a, b, turned)
-            self._deltas.setdefault(base, []).append(_Delta(a=a, b=b, scale=scale, turned=turned))
+            self._deltas.setdefault(base, []).append(_Delta(a=a, b=b, layer=module, adapter=adapter, turned=turned))
         self._specs = tuple(
             TensorSpec(name=f"{n}:{place.name}"[:512], dtype=dtype_name(place.dtype), shape=place.shape)
             for n, place in enumerate(self._tensors.places)
@@ -140,6 +152,10 @@ class Merger:
 
     def __bool__(self) -> bool:
         return bool(self._deltas) or bool(self._layers)
+
+    def changed(self) -> bool:
+        """True if other adapters are to be added than when this was made, or they have other tensors."""
+        return self._switches.changed() or (bool(self._deltas) and self._tensors.changed())
 
     def merges(self, number: int) -> bool:
         """True if the stored tensor with this number has adapters."""

@@ -19,6 +19,7 @@ from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import levels, outermost_layers, why_not_by_itself
+from weightcast.exporters.structure import Structure, in_planned_order
 from weightcast.protocols import Shard
 from weightcast.wire.box import Box, slices
 from weightcast.wire.layout import TensorSpec, dtype_name
@@ -55,19 +56,17 @@ class AdapterExporter(GatheringExporter):
         scaled: bool = False,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
-            matched = re.fullmatch(rf"(.*)(\.lora_[AB])\.{re.escape(adapter)}", prefix)
-            return f"{_PEFT_PREFIX}{matched[1]}{inner.get(id(module), '')}{matched[2]}.{attribute}" if matched else None
+        self.scaled = scaled
+        self._model = model
+        self._adapter = adapter
+        self._wire_dtype = wire_dtype
+        self._specs = ()
+        self._check()
+        self._look()
 
-        # PEFT wraps a module once for each of its parameters that it adapts.
-        inner = {
-            id(part[adapter]): ".base_layer" * depth
-            for _, outermost in outermost_layers(model)
-            for depth, layer in enumerate(levels(outermost))
-            for part in (getattr(layer, "lora_A", {}), getattr(layer, "lora_B", {}))
-            if adapter in part
-        }
-
+    def _check(self) -> None:
+        """Refuses an adapter that cannot be sent by itself, and reads its configuration."""
+        model, adapter = self._model, self._adapter
         if not any(is_adapted(module) and adapter in getattr(module, "lora_A") for module in model.modules()):  # noqa: B009
             raise ConfigError(f"the model has no LoRA adapter {adapter!r}")
         why = why_not_by_itself(model, adapter)
@@ -84,41 +83,69 @@ class AdapterExporter(GatheringExporter):
                 f"(bias={self.config['bias']!r})",
                 hint="send the merged weights: connect without adapter=",
             )
-        self.scaled = scaled
-        self._tensors = PlacedTensors(model, name_of=name_of)
-        self._specs = tuple(
-            TensorSpec(name=place.name, dtype=dtype_name(wire_dtype or place.dtype), shape=place.shape)
-            for place in self._tensors.places
-        )
-        self._layers = _layers_of_b(model, adapter) if scaled else {}
-        self._adapter = adapter
-        self._gatherer = Gatherer(
-            self._specs,
-            self._local,
-            SharedParts(
-                self._tensors,
-                as_stored(self._tensors),
-                self._specs,
-                computed=lambda number: self._layer(number) is not None,
-            ),
-            self._tensors.watch,
-        )
-        if scaled and self.config:
+        if self.scaled and self.config:
             self.config |= {
                 "lora_alpha": self.config.get("r"),
                 "use_rslora": False,
                 "alpha_pattern": dict(self.config.get("rank_pattern") or {}),
             }
 
+    def _look(self) -> None:
+        """Works out everything that depends on how the model is made now."""
+        model, adapter = self._model, self._adapter
+
+        def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
+            matched = re.fullmatch(rf"(.*)(\.lora_[AB])\.{re.escape(adapter)}", prefix)
+            return f"{_PEFT_PREFIX}{matched[1]}{inner.get(id(module), '')}{matched[2]}.{attribute}" if matched else None
+
+        # PEFT wraps a module once for each of its parameters that it adapts.
+        inner = {
+            id(part[adapter]): ".base_layer" * depth
+            for _, outermost in outermost_layers(model)
+            for depth, layer in enumerate(levels(outermost))
+            for part in (getattr(layer, "lora_A", {}), getattr(layer, "lora_B", {}))
+            if adapter in part
+        }
+        planned = {spec.name: spec.dtype for spec in self._specs}
+        tensors = PlacedTensors(model, name_of=name_of)
+        specs = [
+            TensorSpec(
+                name=place.name,
+                dtype=planned.get(place.name) or dtype_name(self._wire_dtype or place.dtype),
+                shape=place.shape,
+            )
+            for place in tensors.places
+        ]
+        arranged = as_stored(tensors)
+        if planned:
+            specs, arranged = in_planned_order(self._specs, specs, arranged)
+            tensors.device = self._tensors.device
+        self._specs, self._arranged, self._tensors = tuple(specs), arranged, tensors
+        self._layers = _layers_of_b(model, adapter) if self.scaled else {}
+        shared = SharedParts(tensors, arranged, specs, computed=lambda number: self._layer(number) is not None)
+        self._gatherer = Gatherer(self._specs, self._local, shared, tensors.watch)
+        self._structure = Structure(tensors.roots)
+
+    def changed(self) -> bool:
+        """Implements ``Replanning.changed``."""
+        self._tensors.reshard()
+        return not self._structure.holds() or self._tensors.changed()
+
+    def look_again(self) -> None:
+        """Implements ``Replanning.look_again``."""
+        self._check()
+        self._look()
+
     def shards(self) -> Iterator[Shard]:
         """This rank's shards, before the scale.  No communication."""
         with self._tensors.looking():
             for number, spec in enumerate(self._specs):
-                part = self._tensors.part(number)
+                part = self._tensors.part(self._arranged[number].segments[0].source)
                 if part is not None:
                     yield Shard(spec=spec, box=part[0], tensor=part[1])
 
     def _local(self, number: int) -> list[Held]:
+        number = self._arranged[number].segments[0].source
         part = self._tensors.part(number)
         if part is None:
             return []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from weightcast.exporters.names import check_names, is_wrapper
 from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
+from weightcast.exporters.structure import Structure, in_planned_order
 from weightcast.protocols import BucketUse, Shard
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.wire.box import Box
@@ -126,17 +127,21 @@ class NamedExporter(GatheringExporter):
 
     Args:
         model: The whole model, which has the names.
-        tensors: This rank's tensors of it.  The other arguments are as for ``ModuleExporter``.
+        make_tensors: Function that lists this rank's tensors of it as they are now.  The other arguments are as for
+            ``ModuleExporter``.
 
     Raises:
         ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.
     """
 
+    _names_stay: ClassVar[bool] = True  # as ``Structure.names``
+    _planned: Sequence[TensorSpec] = ()  # before they are quantised
+
     @gc_paused()  # a large model makes a million small objects here, and none of them is garbage
     def __init__(
         self,
         model: nn.Module,
-        tensors: PlacedTensors,
+        make_tensors: Callable[[], PlacedTensors],
         *,
         wire_dtype: torch.dtype | None = None,
         names: Callable[[str], str] | None = None,
@@ -145,40 +150,63 @@ class NamedExporter(GatheringExporter):
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self._model = model
-        self._tensors = tensors
-        self._merger = lora.Merger(model, self._tensors)
-        config = _config_of(model)
-        if isinstance(family, str):
-            family = family_named(family)
+        self._make_tensors = make_tensors
+        self._names = names
+        self._given_family = family_named(family) if isinstance(family, str) else family
+        self._quantise = quantise
+        self._look(lambda name, table: wire_dtype_of(name, table, wire_dtype))
+
+    def _look(self, dtype_of: Callable[[str, Family], torch.dtype | None]) -> None:
+        """Works out everything that depends on how the model is made now; ``dtype_of`` a tensor to be cast to."""
+        tensors = self._make_tensors()
+        merger = lora.Merger(self._model, tensors)
+        config, family = _config_of(self._model), self._given_family
         if family is not None:
-            self.family, self._arranged = family, arrange(self._tensors.stored, family, config)
+            arranged = arrange(tensors.stored, family, config)
         else:
-            places = self._tensors.places
+            places = tensors.places
             stored = [Stored(name=place.name, shape=place.shape, dtype=place.dtype) for place in places]
-            numbers = {id(self._tensors.model_tensor(number)): number for number in range(len(places))}
-            self.family, self._arranged = arrange_as_saved(model, stored, numbers, config)
+            numbers = {id(tensors.model_tensor(number)): number for number in range(len(places))}
+            family, arranged = arrange_as_saved(self._model, stored, numbers, config)
         specs: list[TensorSpec] = []
-        for tensor in self._arranged:
-            own = {self._tensors.places[segment.source].dtype for segment in tensor.segments}
+        for tensor in arranged:
+            own = {tensors.places[segment.source].dtype for segment in tensor.segments}
             if len(own) > 1:
                 raise ConfigError(f"{tensor.name} joins tensors of several dtypes: {', '.join(map(str, own))}")
-            dtype = casting.wire_dtype(own.pop(), wire_dtype_of(tensor.name, self.family, wire_dtype))
-            name = names(tensor.name) if names is not None else tensor.name
+            name = self._names(tensor.name) if self._names is not None else tensor.name
+            dtype = casting.wire_dtype(own.pop(), dtype_of(name if self._planned else tensor.name, family))
             specs.append(TensorSpec(name=name, dtype=dtype_name(dtype), shape=tensor.shape))
-        self._specs = tuple(specs if quantise is None else quantised_specs(specs, quantise))
-        check_names(spec.name for spec in self._specs)
-        shared = SharedParts(self._tensors, self._arranged, specs, travelling=self._specs, computed=self._merger.merges)
-        watch = self._tensors.watch
+        if self._planned:
+            specs, arranged = in_planned_order(self._planned, specs, arranged, self._tensors.ties)
+            tensors.device = self._tensors.device  # that of the buckets; parts elsewhere are copied to it
+        travelling = tuple(specs if self._quantise is None else quantised_specs(specs, self._quantise))
+        check_names(spec.name for spec in travelling)
+        self.family, self._arranged, self._tensors, self._merger = family, arranged, tensors, merger
+        self._planned, self._specs = specs, travelling
+        shared = SharedParts(tensors, arranged, specs, travelling=travelling, computed=merger.merges)
+        watch = tensors.watch
         self._quantiser: Quantiser | None = None
-        if quantise is None:
+        if self._quantise is None:
             self._gatherer = Gatherer(self._specs, self._local, shared, watch)
         else:
             self._quantiser = quantiser = Quantiser(
-                specs, self._local, shared, quantise, watch=lambda layout: watch(self.sources(layout))
+                specs, self._local, shared, self._quantise, watch=lambda layout: watch(self.sources(layout))
             )
             self._gatherer = Gatherer(self._specs, quantiser.local, quantiser, watch, quantiser)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
+        self._structure = Structure(tensors.roots, names=self._names_stay)
+
+    def changed(self) -> bool:
+        """Implements ``Replanning.changed``."""
+        self._tensors.reshard()
+        return not self._structure.holds() or self._tensors.changed() or self._merger.changed()
+
+    @gc_paused()
+    def look_again(self) -> None:
+        """Implements ``Replanning.look_again``."""
+        planned = {spec.name: spec.torch_dtype for spec in self._planned}
+        self._look(lambda name, _: planned.get(name))
 
     def _prepare(self, group: TrainerGroup) -> None:
         self._merger.prepare(group)
@@ -324,7 +352,8 @@ class ModuleExporter(WeightsExporter):
 
     Args:
         model: Plain, ``fully_shard``-ed, tensor or expert parallel (DTensor parameters), also inside a
-            ``torch.compile``, DDP or activation-checkpointing wrapper.  Its values may change later, its structure not.
+            ``torch.compile``, DDP or activation-checkpointing wrapper.  Its values may change later.  Modules may be
+            replaced as well, as long as the same tensors travel.
         wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
             Integers, bools, 8-bit floats and tensors that the family protects keep theirs.
         names: Function from a name to the one that engines know; applied last.
@@ -350,8 +379,14 @@ class ModuleExporter(WeightsExporter):
         shard_of: ShardOf | None = None,
         quantise: Fp8Format | None = None,
     ) -> None:
-        tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.names_without_adapters(model))
-        super().__init__(model, tensors, wire_dtype=wire_dtype, names=names, family=family, quantise=quantise)
+        super().__init__(
+            model,
+            lambda: PlacedTensors(model, shard_of=shard_of, name_of=lora.names_without_adapters(model)),
+            wire_dtype=wire_dtype,
+            names=names,
+            family=family,
+            quantise=quantise,
+        )
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, by the model's own forward pass.

@@ -44,6 +44,14 @@ class Place:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Another place of a tensor that is listed under ``number``."""
+
+    number: int
+    place: Place
+
+
 class PlacedTensors:
     """Parameters and persistent buffers of a module, each once.  Values may change later, the structure may not.
 
@@ -55,6 +63,8 @@ class PlacedTensors:
 
     Attributes:
         places: Every tensor's place, in the order of the module's ``state_dict``.
+        ties: The other names of tensors with several.
+        roots: The modules that have the tensors.
         device: The device that holds most of their bytes.
 
     Raises:
@@ -73,17 +83,22 @@ class PlacedTensors:
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
         self.reshard()
+        self.roots: Sequence[nn.Module] = [model]
         self.places: list[Place] = []
-        seen: set[int] = set()
+        self.ties: list[Tie] = []
+        numbers: dict[int, int] = {}
         for place, tensor in places_of(model, shard_of=shard_of, name_of=name_of, fsdp1=fsdp1):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                check_tensor(place.name, tensor)
-                shape = self.gathered_shape(place, tensor)
-                self.places.append(place if shape is None else replace(place, shape=shape))
+            if id(tensor) in numbers:
+                self.ties.append(Tie(numbers[id(tensor)], place))
+                continue
+            numbers[id(tensor)] = len(self.places)
+            check_tensor(place.name, tensor)
+            shape = self.gathered_shape(place, tensor)
+            self.places.append(place if shape is None else replace(place, shape=shape))
         if not self.places:
             raise ConfigError("the model has no parameters and no persistent buffers")
         self._settle()
+        self.remember()
 
     def _settle(self) -> None:
         device_bytes: Counter[torch.device] = Counter()
@@ -92,6 +107,45 @@ class PlacedTensors:
             if part is not None:
                 device_bytes[part[1].device] += part[1].nbytes
         self.device = device_bytes.most_common(1)[0][0] if device_bytes else torch.device("cpu")
+
+    def remember(self) -> None:
+        """Notes the forms of the tensors, to which ``changed`` compares them."""
+        self._numbers = [number for number in range(len(self.places)) if self.holds(number)]
+        self._all = WatchedTensors(self, self._numbers, None)
+        self._meshes = [getattr(self.tensor(number), "_spec", None) for number in self._numbers]
+        seen = self._all.now()
+        self._layout, self._place = seen.layout, seen.place
+
+    def changed(self) -> bool:
+        """True if a tensor has another shape or placement, is tied no more, or cannot be sent as it is.  Cheap.
+
+        What is replaced by the like of it, moved, or kept in another dtype is no change: tensors are looked up anew.
+        """
+        self.reshard()
+        try:
+            if not all(self.is_tied(tie) for tie in self.ties):
+                return True
+            seen = self._all.now()
+        except (AttributeError, ConfigError, RuntimeError):  # gone, of another kind, or without memory
+            return True
+        if seen.layout is not self._layout and not all(map(self._fits, self._numbers, self._meshes)):
+            return True
+        if seen.place is not self._place and _without_memory(seen):
+            return True
+        self._layout, self._place = seen.layout, seen.place
+        return any(map(torch.Tensor.is_neg, seen.tensors))
+
+    def is_tied(self, tie: Tie) -> bool:
+        """True if both names of a tied tensor still have the same memory."""
+        one, other = self.tensor(tie.number), getattr(tie.place.module, tie.place.attribute)
+        return one is other or _same_memory(one, other)
+
+    def _fits(self, number: int, mesh: object) -> bool:
+        place, tensor = self.places[number], self.tensor(number)
+        if getattr(tensor, "_spec", None) != mesh:
+            return False
+        check_tensor(place.name, tensor)
+        return whole_shape(place.name, tensor, self._shard_of) == place.shape
 
     def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:
         """The shape of a tensor that the trainer's framework has partitioned; None for all others."""
@@ -188,9 +242,14 @@ class WatchedTensors:
         if all(issubclass(kind, DTensor) for kind in kinds):
             marks.append(list(map(_spec_of, tensors)))
             tensors = list(map(_local_of, tensors))
+            kinds = set(map(type, tensors))
         elif any(issubclass(kind, DTensor) for kind in kinds):
             marks.append([_spec_of(one) if isinstance(one, DTensor) else None for one in tensors])
             tensors = [_local_of(one) if isinstance(one, DTensor) else one for one in tensors]
+            kinds = set(map(type, tensors))
+        if not all(map(_is_plain, kinds)):  # before the address of one of them is used
+            for number, tensor in zip(self._numbers, tensors, strict=True):
+                check_tensor(self._owner.places[number].name, tensor)
         known = self._places
         lies, alike = known.compare(tensors) if known is not None and marks == self._marks else (False, False)
         if not alike:
@@ -236,6 +295,7 @@ class WatchedTensors:
 
 
 _KEPT_PLACES = 16
+_PLAIN = {torch.Tensor, nn.Parameter}
 _QUANTISED = "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 _local_of = attrgetter("_local_tensor")  # ``to_local`` takes a hundred times as long
 _spec_of = attrgetter("_spec")  # mesh, placements and whole shape
@@ -301,13 +361,45 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
     if tensor.dim() > MAX_DIMS:
         raise ConfigError(f"{name} has {tensor.dim()} dimensions, and at most {MAX_DIMS} can be sent")
     dtype_name(tensor.dtype)
+    local = _local_of(tensor) if isinstance(tensor, DTensor) else tensor
     # The storage of a subclass with its own dispatch (quantised, nested, ...) does not hold its values.
-    if not isinstance(tensor, DTensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
+    if not _is_plain(type(local)):
         raise ConfigError(
-            f"{name} is a {type(tensor).__name__}, whose bytes are not its values",
+            f"{name} is a {type(local).__name__}, whose bytes are not its values",
             hint="give the model a plain parameter, such as dequantize() makes, or send the model it was made from",
         )
+    if local.is_neg() or local.is_conj():
+        raise ConfigError(
+            f"{name} is a view that is negated or conjugated when it is read, so its bytes are not its values",
+            hint="give the model the values: resolve_neg() or resolve_conj(), then clone()",
+        )
+    if local.numel() and not local.data_ptr():
+        raise ConfigError(
+            f"{name} has no memory: its storage has {local.untyped_storage().nbytes()} bytes",
+            hint="give the tensor its memory back before the update, or update before it is freed",
+        )
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """True if the memory of such tensors holds their values."""
+    return kind in _PLAIN or _dispatch(kind) is _dispatch(torch.Tensor)
 
 
 def _dispatch(kind: type[torch.Tensor]) -> object:
     return getattr(kind, "__torch_dispatch__", None)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors are views of the same elements."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and _spec_of(one) == _spec_of(other):
+        one, other = _local_of(one), _local_of(other)
+    if not _is_plain(type(one)) or not _is_plain(type(other)) or one.device != other.device:
+        return False
+    form = one.dtype, one.shape, one.stride(), one.data_ptr()
+    return bool(one.data_ptr()) and form == (other.dtype, other.shape, other.stride(), other.data_ptr())
+
+
+def _without_memory(seen: Seen) -> bool:
+    return 0 in seen.addresses and any(
+        tensor.numel() for tensor, address in zip(seen.tensors, seen.addresses, strict=True) if not address
+    )

@@ -13,7 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import BucketUse, Exporter, Planning, Refilling, Shard, Summing
+from weightcast.protocols import BucketUse, Exporter, Planning, Refilling, Replanning, Shard, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
@@ -110,6 +110,24 @@ class ComposedExporter:
         for name, part in self.parts.items():
             try:
                 part.exporter.prepare(group)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}", hint=error.hint) from error
+
+    def changed(self) -> bool:
+        """Implements ``Replanning.changed`` for the parts that do."""
+        parts = [part.exporter for part in self.parts.values()]
+        return any([part.changed() for part in parts if isinstance(part, Replanning)])
+
+    def look_again(self) -> None:
+        """Implements ``Replanning.look_again`` for the parts that do; the text of an error begins with the part's name.
+
+        A part may have looked again when the next one is refused.  All of them do so in the next update.
+        """
+        for name, part in self.parts.items():
+            if not isinstance(part.exporter, Replanning):
+                continue
+            try:
+                part.exporter.look_again()
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}", hint=error.hint) from error
 

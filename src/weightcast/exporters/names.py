@@ -32,6 +32,8 @@ def strip_wrappers(model: nn.Module, path: str) -> str:
             wrapped = segment == "model"
         elif (segment == "modules_to_save" and hasattr(module, "original_module")) or inside == "modules_to_save":
             wrapped = True
+        elif segment == "original_module":
+            wrapped = isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
         if not wrapped:
             kept.append(segment)
         inside = segment if wrapped else ""

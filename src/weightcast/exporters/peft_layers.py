@@ -91,6 +91,44 @@ def active_adapters(layer: Any) -> list[str]:
     return [adapter for adapter in getattr(layer, "active_adapters", every) if adapter not in merged]
 
 
+def unused_copies(model: nn.Module) -> set[int]:
+    """``id`` of each module in a copy of a module that the forward pass does not use.
+
+    PEFT keeps a module that is trained whole (``modules_to_save``) beside the original, one for each adapter.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
+        if not isinstance(copies, nn.ModuleDict) or not isinstance(original, nn.Module):
+            continue
+        used = next((copies[adapter] for adapter in active_adapters(module) if adapter in copies), original)
+        every = [original, *copies.values()]
+        kept = set(map(id, used.modules()))
+        found |= {id(part) for copy in every for part in copy.modules()} - kept
+    return found
+
+
+class Switches:
+    """Which adapters of each layer are active, merged or switched off, at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = model.modules()
+        self._layers = [one for one in modules if hasattr(one, "merged_adapters") or is_adapter_layer(one)]
+        self._states = self._now()
+
+    def changed(self) -> bool:
+        """True if that is not so any more."""
+        return self._now() != self._states
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return list(map(_state_of, self._layers))
+
+
+def _state_of(layer: Any) -> tuple[Any, ...]:
+    merged = tuple(getattr(layer, "merged_adapters", ()))
+    return tuple(active_adapters(layer)), merged, getattr(layer, "disable_adapters", False)
+
+
 def adapter_tensors(model: nn.Module) -> set[int]:
     """``id`` of each tensor that belongs to an adapter and not to the model."""
     found: set[int] = set()
@@ -151,6 +189,7 @@ def check_adapters(model: nn.Module) -> None:
             raise _refused(path, module, "prompt_encoder", hint=_NO_MERGE)
         if isinstance(parts, tuple) and is_adapter_layer(module) and _kind(module) not in MERGED:
             raise _refused(path, module, ", ".join(parts))
+        _check_merged(path, module)
         variants: Any = getattr(module, "lora_variant", None) or {}
         for adapter in active_adapters(module):
             variant = type(variants[adapter]).__name__ if adapter in variants else "Dora"
@@ -167,6 +206,25 @@ def check_adapters(model: nn.Module) -> None:
         own = ((path, module) for path, module in model.named_modules() if _tuner_of(type(module)) == kind)
         path, module = next((found for found in own if not hasattr(found[1], "peft_config")), ("", model))
         raise _refused(path, module, kind, hint=_NO_MERGE)
+
+
+def _check_merged(path: str, layer: Any) -> None:
+    """Refuses a layer whose weight has adapters in it that its forward pass leaves out, or not all that it adds."""
+    merged = list(map(str, getattr(layer, "merged_adapters", ())))
+    if not merged:
+        return
+    others = [
+        adapter
+        for adapter in active_adapters(layer)
+        if any(adapter in getattr(layer, part, ()) for part in getattr(layer, "adapter_layer_names", ()))
+    ]
+    if layer.disable_adapters or others:
+        what = "its adapters are switched off" if layer.disable_adapters else f"{', '.join(others)} is active as well"
+        raise ConfigError(
+            f"{path or 'the model'} has the adapter {', '.join(merged)} merged into its weight, and {what}, so it is "
+            "not clear which weight is meant. Nothing has been sent, and the engines serve what they served",
+            hint="call unmerge_adapter() before the update, or merge every active adapter",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,13 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._header = b""
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # open for as long as this object lives
         except OSError as error:
             raise ConfigError(f"{path} cannot be opened: {error.strerror}") from error
         try:
+            self._identity = identity_of(os.fstat(self._file.fileno()))
             self.entries = self._read_header()
         except ConfigError:
             self.close()
@@ -100,6 +102,14 @@ class SafetensorsFile:
     def close(self) -> None:
         """Closes the file.  Safe to call twice."""
         self._file.close()
+
+    def changed(self, *, header: bool = False) -> bool:
+        """True if the path leads to another file by now, or this one was written.  With ``header``, reads that too."""
+        if self._file.closed or identity_at(self.path) != self._identity:
+            return True
+        if identity_of(os.fstat(self._file.fileno())) != self._identity:
+            return True
+        return header and os.pread(self._file.fileno(), len(self._header), 0) != self._header
 
     def read(self, entry: Entry, first_byte: int, target: torch.Tensor, staging: Staging) -> None:
         """Reads a run of a tensor's elements into a tensor of any dtype and device.
@@ -154,6 +164,7 @@ class SafetensorsFile:
         raw = b""
         while len(raw) < header_bytes and (more := self._file.read(header_bytes - len(raw))):
             raw += more
+        self._header = prefix + raw
         described = self._decode(raw)
         entries: dict[str, Entry] = {}
         for name, what in sorted(described.items(), key=lambda item: item[1].data_offsets):
@@ -195,6 +206,22 @@ class SafetensorsFile:
                 f"{self.path}: {name}, {what.dtype} {list(what.shape)}, needs {needed} bytes and has {start} to {end}"
             )
         return Entry(dtype=dtype, shape=what.shape, start_bytes=data_start + start, size_bytes=needed)
+
+
+Identity = tuple[int, int, int, int, int]
+
+
+def identity_of(found: os.stat_result) -> Identity:
+    """What is different for another file, or after this one was written: device, inode, size, and two times."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def identity_at(path: Path) -> Identity | None:
+    """The identity of the file at a path; None if there is none."""
+    try:
+        return identity_of(os.stat(path))
+    except OSError:
+        return None
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from weightcast.exporters import casting
 from weightcast.exporters.local_shard import ShardOf
 from weightcast.exporters.mapping import Family
 from weightcast.exporters.module import WeightsExporter
-from weightcast.exporters.module_tensors import PlacedTensors, check_tensor, places_of
+from weightcast.exporters.module_tensors import PlacedTensors, Tie, check_tensor, places_of
 from weightcast.exporters.quantise import Fp8Format
 from weightcast.wire.box import Box
 
@@ -55,8 +55,14 @@ class StagesExporter(WeightsExporter):
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         listed = [stages] if isinstance(stages, nn.Module) else list(stages)
-        tensors = _StageTensors(listed, whole, shard_of=shard_of)
-        super().__init__(whole, tensors, wire_dtype=wire_dtype, names=names, family=family, quantise=quantise)
+        super().__init__(
+            whole,
+            lambda: _StageTensors(listed, whole, shard_of=shard_of),
+            wire_dtype=wire_dtype,
+            names=names,
+            family=family,
+            quantise=quantise,
+        )
 
 
 class _StageTensors(PlacedTensors):
@@ -67,7 +73,9 @@ class _StageTensors(PlacedTensors):
         self._fsdp_modules = [part for stage in stages for part in stage.modules() if isinstance(part, FSDPModule)]
         self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
         self.reshard()
+        self.roots = [*stages, whole]
         self.places = []
+        self.ties = []
         self._whole: list[torch.Tensor] = []
         self._held: set[int] = set()
         numbers: dict[int, int] = {}
@@ -102,9 +110,12 @@ class _StageTensors(PlacedTensors):
                         f"this rank has {expected.name} twice, the second time as {place.name}, in different memory",
                         hint="the whole model has one weight there: tie the two, or untie them in the whole model",
                     )
+                if number in self._held:
+                    self.ties.append(Tie(number, place))
                 self._held.add(number)
                 self.places[number] = replace(place, name=expected.name)
         self._settle()
+        self.remember()
 
     def holds(self, number: int) -> bool:
         return number in self._held

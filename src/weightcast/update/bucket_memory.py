@@ -68,3 +68,14 @@ def planned_bytes(exporter: Exporter, layouts: Sequence[BucketLayout], *, world_
     if computing is None:
         return 0
     return peak_bytes_of(layouts, world_size=world_size, work_bytes=WORK_BYTES + computing)
+
+
+def check_planned_bytes(config: UpdateConfig, planned: int) -> None:
+    """Refuses, with ConfigError, a model that changed so that buckets no longer fit the limit; 0 is an unknown size."""
+    limit = config.max_extra_bytes
+    if limit is not None and not 0 < planned <= limit:
+        raise ConfigError(
+            f"max_extra_bytes={limit}: the model has changed since it was connected, and an update would take "
+            f"{format_bytes(planned) if planned else 'an unknown amount'} of extra memory now. Nothing has been sent",
+            hint="undo the change before the update, or close this updater and connect again",
+        )

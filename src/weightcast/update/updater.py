@@ -7,6 +7,7 @@ the same report or raises the same error.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from weightcast.config import (
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exporter
+from weightcast.protocols import Exporter, Replanning
 from weightcast.report import UpdateReport, count_of
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.update.arguments import (
@@ -49,7 +50,7 @@ from weightcast.update.arguments import (
     with_draft,
 )
 from weightcast.update.attempts import Attempts
-from weightcast.update.bucket_memory import free_bytes_of
+from weightcast.update.bucket_memory import check_planned_bytes, free_bytes_of
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
@@ -64,6 +65,8 @@ from weightcast.watch.spans import TrainerSpans
 from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, dtype_name, plan_buckets
+
+log = logging.getLogger("weightcast.update")
 
 
 # Over 350 lines: `connect` lists every option with its type, so that editors complete them.
@@ -102,6 +105,7 @@ class WeightUpdater:
         self._closed = False
         self._served: int | None = None
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
+        self._looks_again = False  # True while ranks may plan for different models
         self._choice = Choice()
         self._events = Events()
         timeline = TimelineRecorder()
@@ -272,6 +276,8 @@ class WeightUpdater:
             UpdateFailed: A target failed (``on_failure="raise"``), or all did.  Targets that had switched were
                 switched back if they could be.  ``report`` says what each target serves now.
             ConfigError, TargetUnreachable, TargetRejected, TargetsFailed: The update failed before anything moved.
+                ConfigError also names what has changed if the model is not what ``connect`` planned for, and its
+                tensors cannot be sent as they are now.
             TrainerRankFailed: Another trainer rank failed; the engines keep the weights that they serve.  If the
                 engines had switched, the head raises ``UpdateFailed`` instead.  The next call makes the ranks' group
                 again.
@@ -283,7 +289,7 @@ class WeightUpdater:
             raise ConfigError(f"version={version!r}: a version is a whole number from 0")
 
         def update() -> UpdateReport:
-            self._ranks.enter()
+            self._enter()
             if self._head is not None:
                 self._head.begin(version)
             return self._transact(version)
@@ -316,7 +322,7 @@ class WeightUpdater:
         if catch_up not in (False, True, "peers"):
             raise ConfigError(f"catch_up={catch_up!r} is unknown", hint='choose False, True or "peers"')
         known = targets_of(targets)
-        self._ranks.enter()
+        self._enter()
         before = self._targets
         self._targets = known
         try:
@@ -398,6 +404,25 @@ class WeightUpdater:
         return run_watched(
             update, self._events, version=version, transport=self.transport, targets=urls, health=self.health
         )
+
+    def _enter(self) -> None:
+        """Waits for the other ranks, and looks at the model again if it is not what was planned for.  Collective."""
+        exporter = self._exporter
+        notices = isinstance(exporter, Replanning)
+        if not self._ranks.enter(flag=self._looks_again or (notices and exporter.changed())):
+            return
+        self._looks_again, problem = True, None
+        try:
+            if notices:
+                exporter.look_again()
+            if self._stream is not None:
+                check_planned_bytes(self._config, self._stream.planned_bytes)
+        except WeightcastError as error:
+            problem = error
+        self._ranks.agree(problem)
+        exporter.prepare(self._group)
+        self._looks_again = False
+        log.info("the model is made in another way than before, so its tensors were looked at again")
 
     def _check_open(self) -> None:
         if self._closed:
