@@ -19,4 +19,9 @@ def check_wire_dtype(wanted: torch.dtype | None) -> None:
 
 def wire_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype that a tensor travels in: ``wanted`` for floats of 16 bits or more, ``own`` for everything else."""
-    return wanted if wanted is not None and own.is_floating_point and own.itemsize >= 2 else own
+    return wanted if wanted is not None and can_cast(own) else own
+
+
+def can_cast(own: torch.dtype) -> bool:
+    """True for floats of 16 bits or more; narrower ones have scales, and other numbers mean something else."""
+    return own.is_floating_point and own.itemsize >= 2

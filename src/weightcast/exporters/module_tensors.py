@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from weightcast.errors import ConfigError
+from weightcast.exporters import casting
 from weightcast.exporters.held_parts import Seen
 from weightcast.exporters.local_shard import Placement, ShardOf, placement_of, stored_part, whole_shape
 from weightcast.exporters.names import strip_wrappers
@@ -145,6 +146,8 @@ class PlacedTensors:
         if getattr(tensor, "_spec", None) != mesh:
             return False
         check_tensor(place.name, tensor)
+        if tensor.dtype != place.dtype and not (casting.can_cast(tensor.dtype) and casting.can_cast(place.dtype)):
+            return False
         return whole_shape(place.name, tensor, self._shard_of) == place.shape
 
     def gathered_shape(self, place: Place, tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -98,7 +98,8 @@ def unused_copies(model: nn.Module) -> set[int]:
     """
     found: set[int] = set()
     for module in model.modules():
-        copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
+        inside = module.__dict__["_modules"]  # ``getattr`` takes long where a module has no such attribute
+        copies, original = inside.get("modules_to_save"), inside.get("original_module")
         if not isinstance(copies, nn.ModuleDict) or not isinstance(original, nn.Module):
             continue
         used = next((copies[adapter] for adapter in active_adapters(module) if adapter in copies), original)
@@ -112,8 +113,7 @@ class Switches:
     """Which adapters of each layer are active, merged or switched off, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = model.modules()
-        self._layers = [one for one in modules if hasattr(one, "merged_adapters") or is_adapter_layer(one)]
+        self._layers = list(filter(_is_switched, model.modules()))
         self._states = self._now()
 
     def changed(self) -> bool:
@@ -122,6 +122,10 @@ class Switches:
 
     def _now(self) -> list[tuple[Any, ...]]:
         return list(map(_state_of, self._layers))
+
+
+def _is_switched(module: nn.Module) -> bool:
+    return hasattr(type(module), "merged_adapters") or "base_layer" in module.__dict__["_modules"]
 
 
 def _state_of(layer: Any) -> tuple[Any, ...]:
@@ -189,7 +193,8 @@ def check_adapters(model: nn.Module) -> None:
             raise _refused(path, module, "prompt_encoder", hint=_NO_MERGE)
         if isinstance(parts, tuple) and is_adapter_layer(module) and _kind(module) not in MERGED:
             raise _refused(path, module, ", ".join(parts))
-        _check_merged(path, module)
+        if hasattr(type(module), "merged_adapters"):
+            _check_merged(path, module)
         variants: Any = getattr(module, "lora_variant", None) or {}
         for adapter in active_adapters(module):
             variant = type(variants[adapter]).__name__ if adapter in variants else "Dora"
@@ -210,7 +215,7 @@ def check_adapters(model: nn.Module) -> None:
 
 def _check_merged(path: str, layer: Any) -> None:
     """Refuses a layer whose weight has adapters in it that its forward pass leaves out, or not all that it adds."""
-    merged = list(map(str, getattr(layer, "merged_adapters", ())))
+    merged = list(map(str, layer.merged_adapters))
     if not merged:
         return
     others = [

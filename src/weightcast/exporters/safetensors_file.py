@@ -212,7 +212,7 @@ Identity = tuple[int, int, int, int, int]
 
 
 def identity_of(found: os.stat_result) -> Identity:
-    """What is different for another file, or after this one was written: device, inode, size, and two times."""
+    """Device, inode, size and two times: they differ for another file, and after this one was written."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
