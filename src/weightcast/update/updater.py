@@ -419,6 +419,10 @@ class WeightUpdater:
                 check_planned_bytes(self._config, self._stream.planned_bytes)
         except WeightcastError as error:
             problem = error
+        except BaseException as error:
+            if self._group.world_size > 1:  # the other ranks would wait for this rank
+                self._group.abort(f"{type(error).__name__}: {error}")
+            raise
         self._ranks.agree(problem)
         exporter.prepare(self._group)
         self._looks_again = False
