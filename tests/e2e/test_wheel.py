@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clock import PATIENCE_S
 from tests.installed import closure
 from tests.tiny import tiny_model
 from weightcast.version import __version__
@@ -75,7 +76,7 @@ def build(project: Path, folder: Path) -> Path:
 
 def bare(folder: Path, wheel: Path, extra: str | None) -> Path:
     """Makes an environment of the wheel and its requirements alone, linked from this one; returns its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PATIENCE_S)
     [site] = folder.glob("lib/python*/site-packages")
     metadata = _metadata(wheel)
     extras = frozenset({extra} if extra else ())
@@ -109,7 +110,7 @@ def _top_level(found: Distribution) -> Iterator[str]:
     yield from {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}
 
 
-def run(python: Path, *arguments: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+def run(python: Path, *arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ.get("PATH", ""), "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": "1"}
     return subprocess.run([str(python), *arguments], capture_output=True, text=True, env=env, timeout=timeout_s)
 

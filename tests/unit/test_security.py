@@ -445,7 +445,7 @@ def test_another_user_cannot_open_a_buffer_and_the_same_user_can():
         ["/bin/sh", "-c", f"exec 3<{path}"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
         user=65534,
         group=65534,
         extra_groups=[],
