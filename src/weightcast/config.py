@@ -48,7 +48,7 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One rollout engine behind one URL.
+    """One rollout engine behind one URL: its own, not that of a balancer before several engines.
 
     Attributes:
         url: ``http://host:port`` or ``https://host:port`` of the engine's server, with or without a trailing slash.

@@ -471,6 +471,16 @@ def test_status_of_a_paused_engine_does_not_send_to_doctor(unharmed):
     assert "doctor" not in shown.output
 
 
+def test_a_push_says_that_an_engine_stays_paused_as_it_was(engine, models):
+    root, _ = models
+    for paused in (True, False):
+        httpx.post(engine.url + ("/pause" if paused else "/continue"), json={}, trust_env=False).raise_for_status()
+        pushed = run("push", root / "new", "--to", engine.url, "--version", next(versions))
+        assert pushed.exit_code == 0
+        assert ("it was paused before this update and still is: it answers no request" in pushed.stdout) is paused
+        assert engine.info()["paused"] is paused
+
+
 def test_a_push_can_require_a_proof(unharmed, models):
     root, _ = models
     push = ("push", root / "old", "--to", unharmed.url, "--version", unharmed.info()["version"])

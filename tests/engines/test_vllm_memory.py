@@ -90,7 +90,9 @@ def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_wei
         assert verify(b[0], engine) == (0, set())
 
         # Half awake it has no cache: the update leaves it paused, and vLLM resumes when the cache is back.
-        push(a[0], [engine], 3)
+        row = push(a[0], [engine], 3)["targets"][0]
+        assert row["status"] == "serving"
+        assert row["message"].startswith("asleep: kv_cache; it has the new weights, and answers no request until")
         assert held_still(engine)
         assert engine.info()["message"] == "asleep: kv_cache"
         assert ask(engine, "/wake_up?tags=kv_cache") == 200

@@ -6,22 +6,25 @@ and after that none until it answers.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.comm.http_pool import ConnectionLimit
 from weightcast.config import Target
-from weightcast.errors import TargetUnreachable, WeightcastError
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetError, TargetUnreachable, WeightcastError
 from weightcast.fleet.background_probe import BackgroundProbe, is_silence
 from weightcast.fleet.health import Fleet, TargetHealth
 from weightcast.report import TargetReport
 from weightcast.wire.engine_info import EngineInfo
 
 _SILENT_WAIT_S = 2.0
+_CONNECTIONS = 2  # which a balancer gives to two engines in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,41 @@ class Current:
 
     version: int
     digest: str | None
+
+
+async def ask_afresh_on_loop(
+    target: Target,
+    recognise: Callable[[Client], Awaitable[EngineInfo]],
+    *,
+    timeout_s: float,
+    limit: ConnectionLimit | None = None,
+) -> EngineInfo:
+    """Asks over new connections whether a URL leads to one engine, and returns its description.
+
+    ConfigError says that it leads to several; a description that ``shows_restart`` is one by which that can be told.
+    Only a balancer that keeps this process with one of them goes unnoticed.
+    """
+    clients = [Client(target, timeout_s=timeout_s, max_connections=1, limit=limit) for _ in range(_CONNECTIONS)]
+    try:
+        # One after the other: the second need not send the table of tensors that the first has sent.
+        infos = [await recognise(client) for client in clients]
+    finally:
+        for client in clients:
+            client.close()
+    named = dict.fromkeys(f"{info.engine} ({_identity(info)})" for info in infos)
+    if len({info.incarnation for info in infos}) > 1:
+        raise ConfigError(
+            f"{target.url} leads to more than one engine: new connections reached {' and '.join(named)}; one URL must "
+            "be one engine, or an update reaches only some of them",
+            hint="name each engine by its own address, not by that of a balancer before several (a Kubernetes Service, "
+            "for example)",
+        )
+    return infos[0]
+
+
+def _identity(info: EngineInfo) -> str:
+    pids = ", ".join(str(rank.pid) for rank in info.ranks if rank.pid)
+    return f"instance {info.instance[:40]}" if info.instance else f"processes {pids}"
 
 
 class Roster:
@@ -57,6 +95,8 @@ class Roster:
         self.current: Current | None = None
         self._silent: set[str] = set()
         self._lock = threading.Lock()
+        self._recognise = recognise
+        self._checked: set[Target] = set()  # members whose URL leads to one engine
         self._probes = BackgroundProbe[EngineInfo](lambda url: recognise(self.client(url)))
         self.set_members(targets)
 
@@ -92,9 +132,26 @@ class Roster:
             for target in self._clients.keys() - kept:
                 self._clients.pop(target).close()
             self._clients |= new
+            self._checked &= kept
             self._members = members
             self._silent &= set(members)
             self._fleet.retarget(members)
+
+    def check_one_engine_each(self) -> None:
+        """Asks each member, once in its membership, whether its URL leads to one engine; ConfigError if to several."""
+        members = self._members.items()
+        urls = [url for url, target in members if target not in self._checked and url not in self._silent]
+
+        async def check(url: str) -> None:
+            target = self._members[url]
+            with suppress(TargetError, DeadlineExceeded):  # it does not answer, which the update will say
+                await ask_afresh_on_loop(target, self._recognise, timeout_s=self._timeout_s, limit=self._connections)
+                self._checked.add(target)
+
+        async def check_all() -> None:
+            await asyncio.gather(*map(check, urls))
+
+        event_loop.run(check_all())
 
     def ask(self, urls: Iterable[str]) -> float:
         """Starts probes without waiting and returns the moment, for the ``since`` of ``look``."""

@@ -62,9 +62,19 @@ class SleepingSessions(SessionHandler):
         status = super().status()
         return msgspec.structs.replace(status, message=self._with_sleep(status.message))
 
+    def held_back(self) -> str:
+        """Implements ``SessionHandler.held_back``, and names the memory that sleeps."""
+        asleep = self._asleep()
+        if not asleep:
+            return super().held_back()
+        return f"asleep: {asleep}; it has the new weights, and answers no request until all its memory is awake"
+
     def _with_sleep(self, message: str) -> str:
-        asleep = ", ".join(sorted(self._tells_sleep.asleep))
+        asleep = self._asleep()
         return "; ".join(filter(None, (message, asleep and f"asleep: {asleep}")))
+
+    def _asleep(self) -> str:
+        return ", ".join(sorted(self._tells_sleep.asleep))
 
 
 async def between_updates(engine: SessionHandler, do: Callable[[], T], refusal: Callable[[str], Exception]) -> T:

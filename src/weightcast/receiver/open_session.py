@@ -95,7 +95,10 @@ def check_message(message: Message, current: OpenSession | None, committed: str)
     if committed and isinstance(message, Commit | Revert) and message.session == committed:
         return  # a committed session may still be asked about, and reverted
     if named and (current is None or current.open.session != named):
-        raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
+        raise Refused(
+            "no such session: it was never opened, it was ended, or another trainer's is open",
+            hint="if a balancer before several engines has this URL, give each engine's own: one URL is one engine",
+        )
 
 
 def check_idle(current: OpenSession | None) -> None:

@@ -129,6 +129,12 @@ class SessionHandler:
         """The engine's state and its last update, in short."""
         return self._events.status()
 
+    def held_back(self) -> str:
+        """Says why an engine with new weights answers no request; empty if it does."""
+        if not self._engine.hooks.paused:
+            return ""
+        return "it was paused before this update and still is: it answers no request until it is resumed"
+
     def apply(self, message: Message) -> Ack:
         """Carries out a message.  An answer with ``ok=False`` says why it failed and which state is left."""
         heard = time.monotonic()
@@ -498,6 +504,7 @@ class SessionHandler:
             not_updated=session.not_updated,
             unproven=union(ack.unproven for ack in acks),
             stall_s=stall_s,
+            message=self.held_back(),
             **costs(both),
         )
         answer = self._events.with_steps(answer)

@@ -91,7 +91,7 @@ class Outcome:
         self.matched = ack.resident_ranks
         self.digest = lambda: digest
         if ack.unproven:
-            self.message = f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them"
+            self.add(f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them")
 
     def row(self, url: str, now: EngineInfo | WeightcastError | None) -> TargetReport:
         """Returns the target's row in the report.

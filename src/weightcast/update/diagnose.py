@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import torch
 
 from weightcast.adapters.registry import adapter_for
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import device_of, host_id, visible_gpus
 from weightcast.comm.nccl import settings_here
@@ -33,6 +34,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
+from weightcast.fleet.roster import ask_afresh_on_loop
 from weightcast.protocols import Delivery
 from weightcast.report import count_of, format_bytes, one_line
 from weightcast.runtime.addresses import is_loopback
@@ -40,7 +42,7 @@ from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.transports.broadcast import check_nccl
 from weightcast.transports.registry import TRANSPORTS
 from weightcast.transports.spec import Placement
-from weightcast.update.recognise import ask, recognise
+from weightcast.update.recognise import ask, recognise, recognise_on_loop
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import total_bytes
@@ -107,7 +109,9 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
     except (TargetUnreachable, DeadlineExceeded) as error:
         return [_failed("reachable", error, "check that the engine runs, and its host and port")], None
     except TargetRejected as error:
-        return [reached, _failed("key", error, "pass the engine's key with --api-key")], None
+        if error.status in (401, 403):
+            return [reached, _failed("key", error, "pass the engine's key with --api-key")], None
+        return [reached, _failed("receiver", error, "look at the engine's log")], None
     except ConfigError as error:
         return [reached, _failed("receiver", error, "start the engine with `weightcast serve`")], None
     except WeightcastError as error:
@@ -121,7 +125,23 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
             if _has_receiver(info)
             else f"none: {info.engine} is updated through its own routes ({info.kind})",
         ),
+        _one_engine(client, info),
     ], info
+
+
+def _one_engine(client: Client, info: EngineInfo) -> Check:
+    """Checks that the URL leads to one engine, and not to a balancer before several."""
+    if not info.shows_restart:
+        return _warn(
+            "one engine",
+            "cannot be told: this engine says nothing that differs from another's",
+            hint="make sure that the URL is this engine's own address, and not that of a balancer before several",
+        )
+    try:
+        event_loop.run(ask_afresh_on_loop(client.target, recognise_on_loop, timeout_s=client.timeout_s))
+    except WeightcastError as error:
+        return _failed("one engine", error, "look at the engine's log")
+    return _ok("one engine", "new connections reach the same one")
 
 
 def _key(client: Client) -> Check:
@@ -226,7 +246,7 @@ def hazards(info: EngineInfo) -> Iterator[Check]:
     for hazard in info.hazards:
         yield _warn("hazard", one_line(hazard))
     for pause, why in info.no_pause.items():
-        yield _ok("pause", f"{pause} is refused: {one_line(why)}")
+        yield _warn("pause", f"{pause} is refused: {one_line(why)}")
 
 
 def _sharing(info: EngineInfo) -> Iterator[Check]:
@@ -470,12 +490,13 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
             for way in spec.primitives
             if (possible[way.delivery] or (way.shares_memory and way.reach == "anywhere")) and not way.lacks(info)
         ]
-        text = "cannot be used, for the reasons above"
-        if ways:
-            auto = "auto does not take it"
-            if any(way.mapped for way in ways):
-                auto = "auto takes it if the trainer sets keep_mapped=True"
-            text = f"{', '.join(way.primitive for way in ways)} can be used; {auto}"
-            if any(way.legs for way in ways):
-                text += f"; mixed takes {_legs_from_here(info, mapped=possible['memory'] or info.on_several_hosts)}"
+        if not ways:
+            yield _warn(spec.name, "cannot be used, for the reasons above")
+            continue
+        auto = "auto does not take it"
+        if any(way.mapped for way in ways):
+            auto = "auto takes it if the trainer sets keep_mapped=True"
+        text = f"{', '.join(way.primitive for way in ways)} can be used; {auto}"
+        if any(way.legs for way in ways):
+            text += f"; mixed takes {_legs_from_here(info, mapped=possible['memory'] or info.on_several_hosts)}"
         yield _ok(spec.name, text)

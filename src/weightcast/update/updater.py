@@ -468,6 +468,7 @@ class WeightUpdater:
                     nccl=[seat.nccl for seat in seats],
                 )
                 choice = head.choose()
+                self._roster.check_one_engine_each()
                 layouts = self._layouts_for(choice)
             except WeightcastError as error:
                 choice = Choice(failure=Failure.of(error))
