@@ -28,7 +28,7 @@ from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer
 from weightcast.config import Target
 from weightcast.errors import ConfigError, Refused, WeightcastError, WireError
 from weightcast.receiver import server as routes
-from weightcast.receiver.api_keys import Keys
+from weightcast.receiver.api_keys import Keys, warn_if_open
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.sources.broadcast import BroadcastSource as GroupsOfARank
 from weightcast.rollout.engine import RolloutEngine
@@ -432,6 +432,77 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
     assert Call(app, "GET", path, [], {"authorization": "Bearer other"}).status == 401  # vLLM's option goes before
     asyncio.run(endpoints.init_state(client, Namespace(openai_serving_models=None), Namespace(api_key=None)))
     assert Call(app, "GET", path, [], {"authorization": "Bearer other"}).status == 503
+
+
+@pytest.mark.parametrize(
+    ("host", "warns"),
+    [
+        ("127.0.0.1", False),
+        ("127.8.0.1", False),
+        ("localhost", False),
+        ("LOCALHOST", False),
+        ("::1", False),
+        ("[::1]", False),
+        ("::ffff:127.0.0.1", False),
+        (None, True),
+        ("", True),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("::ffff:10.0.0.3", True),
+        ("10.0.0.3", True),
+        ("localhost.example.org", True),
+        ("engine-3", True),
+    ],
+)
+def test_a_server_without_a_key_that_others_reach_warns_at_its_start(host, warns, caplog):
+    warn_if_open([], host=host, port=8000, option="--api-key")
+    words = "whoever reaches port 8000 can read and replace the weights; set --api-key"
+    assert (words in caplog.text) == warns
+    caplog.clear()
+    warn_if_open(["key"], host=host, port=8000, option="--api-key")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "warns"),
+    [
+        ({"api_key": None, "host": None}, True),
+        ({"api_key": [KEY], "host": None}, False),
+        ({"api_key": None, "host": "127.0.0.1"}, False),
+        ({"api_key": None, "host": None, "uds": "/run/vllm"}, False),
+        ({"api_key": None, "host": None, "ssl_cert_reqs": 2}, False),  # client certificates are required
+    ],
+)
+def test_vllm_without_a_key_warns_at_its_start(args, warns, caplog, monkeypatch):
+    from weightcast.plugins.vllm.endpoints import Endpoints
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
+    client = Namespace(vllm_config=Namespace(parallel_config=Namespace(data_parallel_size=1)))
+    arguments = Namespace(port=8000, **args)
+    asyncio.run(Endpoints().init_state(client, Namespace(openai_serving_models=None), arguments))
+    assert ("whoever reaches port 8000" in caplog.text) == warns
+
+
+def test_lmdeploy_tells_its_keys_and_warns_without_one(caplog, monkeypatch):
+    from weightcast.plugins.lmdeploy import server
+
+    monkeypatch.setattr(server, "check_settings", lambda *_: None)
+
+    def serve(path, backend_config=None, server_name="0.0.0.0", server_port=23333, api_keys=None):
+        return api_keys
+
+    keys: list[str] = []
+    checked = server._checked(serve, "", keys)
+    config = Namespace(mp_engine_backend="mp")
+    assert checked("m", backend_config=config, api_keys=["a", "", "b"]) == ["a", "", "b"]
+    assert keys == ["a", "b"]
+    assert caplog.text == ""
+    checked("m", backend_config=config)
+    assert keys == []
+    assert "listens on 0.0.0.0: whoever reaches port 23333" in caplog.text
+    with pytest.raises(ConfigError, match="take each of its letters for a key"):
+        checked("m", backend_config=config, api_keys="secret")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
