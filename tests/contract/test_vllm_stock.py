@@ -123,6 +123,17 @@ def test_weightcasts_backend_fits_this_version(said: tuple[str, dict[str, Any]])
     assert of(said, "plug_in") == {"registered": True, "abstract": [], "routes": True, "unasked": False}
 
 
+def test_a_vllm_without_a_hook_point_is_refused_and_says_why(said: tuple[str, dict[str, Any]]) -> None:
+    server, rank = of(said, "hook_points")["said"]
+    for words in (server, rank):
+        assert "is not as this plug-in expects" in words
+        assert "name another backend in --weight-transfer-config" in words
+    assert "vllm.v1.engine.core.EngineCore._initialize_kv_caches is missing" in server
+    for name in ("determine_available_memory", "compile_or_warm_up_model", "wake_up", "execute_model"):
+        assert f"Other.{name} is missing" in rank
+    assert "Other.sleep" not in rank
+
+
 def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str, dict[str, Any]]) -> None:
     found = of(said, "around")
     assert found["sleep"] == [["sleep", 1], "let go", ["restore", ["weights"]], ["wake", ["weights"]]]

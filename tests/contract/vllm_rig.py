@@ -457,6 +457,37 @@ def plug_in() -> dict[str, Any]:
     }
 
 
+class Other:
+    """A worker of another make."""
+
+    def sleep(self, level: int) -> None: ...
+
+
+def hook_points() -> dict[str, Any]:
+    """This version has all that our code needs; a server that lacks something does not start with our backend."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from weightcast.errors import ConfigError
+    from weightcast.plugins.vllm import endpoints
+    from weightcast.plugins.vllm.hook_points import check_worker
+
+    endpoints()
+    check_worker(CPUWorker)
+    check_worker(gpu_worker.Worker)
+
+    said: list[str] = []
+    core_class = sys.modules["vllm.v1.engine.core"].EngineCore  # type: ignore[attr-defined]
+    initialize = core_class._initialize_kv_caches
+    del core_class._initialize_kv_caches
+    for check in (endpoints, lambda: check_worker(Other)):
+        try:
+            check()
+        except ConfigError as error:
+            said.append(f"{error} ({error.hint})")
+    core_class._initialize_kv_caches = initialize
+    return {"said": said}
+
+
 def around() -> dict[str, Any]:
     """A worker of this version measures, sleeps and wakes with our backend, without model or device."""
     from vllm.config import DeviceConfig, VllmConfig
@@ -745,7 +776,7 @@ def sinks_of_float16() -> dict[str, Any]:
 
 CASES: tuple[Callable[[], dict[str, Any]], ...] = (
     *(nccl, ipc, left_open, aborted, refused, by_store, chunks),
-    *(plug_in, around, pool_of_sleep, before_the_core, one_call, sinks, sinks_of_float16),
+    *(plug_in, hook_points, around, pool_of_sleep, before_the_core, one_call, sinks, sinks_of_float16),
 )
 
 

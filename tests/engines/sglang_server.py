@@ -148,7 +148,8 @@ def _wait(engine: Engine, log: Path) -> None:
     while time.monotonic() < deadline:
         assert engine.process.poll() is None, f"SGLang did not start:\n{log.read_text()[-6000:]}"
         try:
-            if engine.client.get(f"{engine.url}/model_info").status_code == 200:
+            # The second answer is that of a server which wants a key.
+            if engine.client.get(f"{engine.url}/model_info").status_code in (200, 401):
                 return
         except httpx.TransportError:
             time.sleep(0.5)
