@@ -21,6 +21,7 @@ DigestKind = Literal["fast", "sha256"]
 DiskReaders = Literal["user", "group", "all"]
 DirectBy = Literal["auto", "memory", "messages", "mixed", "rdma", "relay", "shards"]
 MAX_TIMEOUT_S = 21_600  # engines accept a lease of a day, and a lease is four deadlines
+MAX_VERSION = 1 << 53  # JSON readers that know only floating-point numbers still read it exactly
 
 _UNITS = {
     "": 1,
@@ -28,6 +29,12 @@ _UNITS = {
     **{name: 1024**power for power, letter in enumerate("kmgt", start=1) for name in (letter, f"{letter}ib")},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
 }
+
+
+def check_version(name: str, version: object) -> None:
+    """Raises ConfigError, with the ``name`` of the option, unless engines take this number as a version."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_VERSION:
+        raise ConfigError(f"{name}={version!r}: a version is a whole number from 0 to {MAX_VERSION} (2**53)")
 
 
 def parse_size(text: str) -> int:
@@ -220,6 +227,8 @@ class UpdateConfig:
             raise ConfigError(f"max_connections={self.max_connections}: a limit is a positive number of connections")
         if self.cell_ranks is not None and self.cell_ranks < 1:
             raise ConfigError(f"cell_ranks={self.cell_ranks}: a cell has at least one engine rank")
+        if self.first_version is not None:
+            check_version("first_version", self.first_version)
         if not 0 <= self.min_proven_share <= 1:
             raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")
         if not self.timeout_s > 0:

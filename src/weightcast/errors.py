@@ -17,14 +17,15 @@
     ├── Refused                  inside an engine: a message does not fit its state; nothing changed
     └── UpdateFailed             the update as a whole; ``report`` has one row for each target
 
-A caller can decide by class and attributes and need not parse a message.  The remedy is a note (``hint: ...``), which
+A caller can decide by class and attributes and need not parse a message.  Every error that an update raises on the head
+trainer rank has its ``report``, whatever the class.  The remedy is a note (``hint: ...``), which
 Python prints under the traceback and the command line prints by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from weightcast.report import UpdateReport
@@ -40,8 +41,22 @@ class WeightcastError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(visible(message))
         self.hint = hint = hint and visible(hint)
+        self._report: UpdateReport | None = None
         if hint:
             self.add_note(f"hint: {hint}")
+
+    @property
+    def report(self) -> UpdateReport | None:
+        """The report of the update that failed, with one row for each target.
+
+        None if the error is not that of an update, and on a trainer rank that has not heard the head's report.
+        """
+        return self._report
+
+    def reported(self, report: UpdateReport | None) -> Self:
+        """Adds the report of the update that failed, and returns the error."""
+        self._report = report
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the message and all attributes, for any signature of ``__init__``."""
@@ -219,16 +234,17 @@ class Refused(WeightcastError):
 
 
 class UpdateFailed(WeightcastError):
-    """One update failed.
-
-    Attributes:
-        report: Report with one row for each target, which has the version it serves now.
-        half_updated: URLs of the targets that are quarantined or unknown.
-    """
+    """One update failed."""
 
     def __init__(self, message: str, *, report: UpdateReport, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.report = report
+        self._report = report
+
+    @property
+    def report(self) -> UpdateReport:
+        """The report with one row for each target, which has the version that it serves now."""
+        assert self._report is not None
+        return self._report
 
     @property
     def half_updated(self) -> tuple[str, ...]:

@@ -387,8 +387,10 @@ def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):
     with connect(model, [engines.one, dead], timeout_s=60.0) as updater:
         dead.close()
         for _ in range(2):
-            with pytest.raises(TargetUnreachable, match=url):
+            with pytest.raises(UpdateFailed, match=url) as failed:
                 updater.update(version=next_version())
+            assert isinstance(failed.value.__cause__, TargetUnreachable)
+            assert [row.status for row in failed.value.report.targets] == ["untouched", "quarantined"]
             assert serves_whole(engines.one) == before
         updater.retarget([engines.one.url])
         with pytest.raises(TargetUnreachable, match=url):

@@ -16,7 +16,7 @@ from tests.e2e.engines import Engine, weightcast
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
-from weightcast.errors import UpdateFailed
+from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.ray.engine_kinds import sglang_engine, wake_requests
 from weightcast.report import UpdateReport
@@ -176,7 +176,7 @@ def test_a_backbone_without_its_head_is_no_first_update(two_ranks: Engine, tmp_p
 
 def test_an_older_version_is_refused_and_nothing_moves(two_ranks: Engine, tmp_path: Path) -> None:
     before = checksum(two_ranks), version_of(two_ranks)
-    with pytest.raises(UpdateFailed, match="is older than") as caught:
+    with pytest.raises(ConfigError, match="is older than") as caught:
         update(tiny_model(tmp_path, seed=23, **DENSE), two_ranks, 1)
     assert caught.value.report.targets[0].status == "untouched"
     assert (checksum(two_ranks), version_of(two_ranks)) == before

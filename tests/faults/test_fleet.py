@@ -288,10 +288,13 @@ def test_all_engines_that_are_gone_are_named_at_once(two, fresh):
     with WeightUpdater.connect(trainer_of(next_version()), urls, **SMALL) as updater:
         for engine in dead:
             engine.close()
-        with pytest.raises(TargetsFailed) as caught:
+        with pytest.raises(UpdateFailed) as caught:
             updater.update(version=next_version())
-        assert caught.value.urls == tuple(urls[1:])
-        assert {type(error) for error in caught.value.failures} == {TargetUnreachable}
+        assert caught.value.half_updated == tuple(urls[1:])
+        cause = caught.value.__cause__
+        assert isinstance(cause, TargetsFailed)
+        assert cause.urls == tuple(urls[1:])
+        assert {type(error) for error in cause.failures} == {TargetUnreachable}
 
 
 def _fails_once(url: str, versions: Sequence[int], victim: int) -> list[str]:

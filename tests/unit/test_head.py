@@ -72,6 +72,7 @@ class Roster:
         self.infos = infos
         self.rows: list[Any] = []
         self.current: Any = None
+        self.tried: dict[int, str | None] = {}
 
     def client(self, url: str) -> Any:
         return SimpleNamespace(target=SimpleNamespace(url=url, host="e"))
@@ -82,7 +83,7 @@ class Roster:
     def broke_off(self, url: str, reason: str, *, whole: bool) -> None:
         pass
 
-    def ended(self, row: Any, *, version: int, moved_on: bool) -> None:
+    def ended(self, row: Any, *, version: int, moved_on: bool, digest: str | None) -> None:
         self.rows.append(row)
 
 

@@ -12,8 +12,8 @@ import typer
 
 from weightcast.cli import options
 from weightcast.cli.render import note, parse_size, progress, say, say_json, write_beside
-from weightcast.config import Target
-from weightcast.errors import ConfigError, UpdateFailed
+from weightcast.config import Target, check_version
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.report import count_of
 
 if TYPE_CHECKING:
@@ -149,8 +149,7 @@ def push(
     size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
     limit_bytes = None if max_extra_bytes is None else parse_size(max_extra_bytes)
     found = options.targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
-    if version < 0:
-        raise ConfigError(f"--version {version} is negative")
+    check_version("--version", version)
     if require == "behaviour":
         raise ConfigError(
             "push cannot prove behaviour: that needs a forward pass of the trainer",
@@ -198,8 +197,9 @@ def push(
         try:
             with _without_the_line_of_failure():
                 report = updater.update(version=version)
-        except UpdateFailed as error:
-            _written(error.report, trace, html)
+        except WeightcastError as error:
+            if error.report is not None:
+                _written(error.report, trace, html)
             raise
         finally:
             updater.close()

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import msgspec
 
 from weightcast.config import parse_size as parse_size
-from weightcast.errors import UpdateFailed, visible
+from weightcast.errors import WeightcastError, visible
 from weightcast.report import format_bytes, one_line
 
 Advance = Callable[[int, int], None]
@@ -93,7 +93,7 @@ def write_beside(path: Path, write: Callable[[Path], Path], what_to_do: str) -> 
 def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None:
     """Prints ``error: ...`` and ``hint: ...`` on stderr; with ``as_json`` also ``{"error": {...}}`` on stdout."""
     hint: str | None = getattr(error, "hint", None)
-    report = error.report if isinstance(error, UpdateFailed) else None
+    report = error.report if isinstance(error, WeightcastError) else None
     text = one_line(str(error)) or type(error).__name__
     if as_json:
         fields: dict[str, Any] = {"type": type(error).__name__, "message": text, "hint": hint}

@@ -126,6 +126,11 @@ class Client:
         assert frame is not None
         return frame, lease[0]
 
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+        return self._closed
+
     def close(self) -> None:
         """Closes every connection."""
         self._closed = True

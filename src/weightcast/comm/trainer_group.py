@@ -217,18 +217,20 @@ class TrainerGroup:
         self._send_bytes([0], payload, "a message to be taken", limit_s)
         return None
 
-    def barrier(self, what: str, *, flag: bool = False, timeout_s: float | None = None) -> bool:
+    def barrier(self, what: str, *, flags: int = 0, timeout_s: float | None = None) -> int:
         """Returns when every rank has called it with the same ``what``: different reasons to meet are an error.
 
-        It returns True on every rank if any of them gave a ``flag``.
+        It returns on every rank the bits that any of them gave as ``flags``, 0 to 9.
         """
-        said = self.gather_bytes(b"%d%s" % (flag, what.encode()), timeout_s=timeout_s)
+        said = self.gather_bytes(b"%d%s" % (flags, what.encode()), timeout_s=timeout_s)
         strays = [rank for rank, name in enumerate(said or ()) if name[1:] != what.encode()]
         if said is not None and strays:
             self.abort(f"{name_ranks(strays)} came for {said[strays[0]][1:].decode()!r} and not for {what!r}")
             self._failure.check()
-        flags = b"%d" % any(name[:1] == b"1" for name in said or ())
-        return self.broadcast_bytes(flags, timeout_s=timeout_s) == b"1"
+        together = 0
+        for name in said or ():
+            together |= int(name[:1])
+        return int(self.broadcast_bytes(b"%d" % together, timeout_s=timeout_s))
 
     # -- tensors
 

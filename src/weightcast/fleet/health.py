@@ -62,6 +62,7 @@ class _Entry:
     since: float
     before: TargetState = "joining"  # the current update
     version: int | None = None
+    digest: str | None = None  # of the weights of that version, in the engine's words
     incarnation: Hashable = None
     reason: str = ""
 
@@ -93,7 +94,9 @@ class Fleet:
         *,
         version: int | None,
         incarnation: Hashable,
+        digest: str | None = None,
         tells_version: bool = True,
+        tells_digest: bool = True,
         shows_restart: bool = True,
     ) -> None:
         """Records that a target answered a probe.
@@ -101,13 +104,17 @@ class Fleet:
         Args:
             version: Version that it reports; None if it reports none.
             incarnation: Identity of the engine's processes; a new value means a restart.
+            digest: Model digest that it reports; None if its weights were never proven.
             tells_version: False if the engine never reports a version.
+            tells_digest: False if the engine never reports a digest, even after an update that proves its weights.
             shows_restart: False if ``incarnation`` may stay the same after a restart.
         """
         entry = self._entries[url]
         other = entry.state != "gone" and incarnation != entry.incarnation
         # Another trainer has updated these processes.
         stray = entry.state == "serving" and version is not None and version != entry.version
+        # The same for a trainer that numbers alike: one number does not make its weights ours.
+        swapped = entry.state == "serving" and tells_digest and not stray and digest != entry.digest
         # The engine keeps its version stamp until its process ends.
         blank = entry.state == "serving" and version is None and tells_version
         unsure = entry.state == "serving" and not tells_version and not shows_restart
@@ -118,6 +125,9 @@ class Fleet:
             reason = f"says that it serves version {version}"
         elif blank:
             reason = f"no longer says that it serves version {entry.version}: it has restarted"
+        elif swapped:
+            ours, theirs = (f"the digest {one}" if one else "no digest" for one in (entry.digest, digest))
+            reason = f"serves other weights as version {entry.version}: they have {theirs}, and ours had {ours}"
         elif unsure:
             reason = "cannot say whether it has restarted since its last update"
         self._move(
@@ -133,10 +143,13 @@ class Fleet:
         entry = self._entries[url]
         self._move(url, "opened", before=entry.state)
 
-    def committed(self, url: str, *, version: int) -> None:
-        """Records that the target acknowledged the version and passed the requested proof."""
+    def committed(self, url: str, *, version: int, digest: str | None = None) -> None:
+        """Records that the target acknowledged the version and passed the requested proof.
+
+        ``digest`` is the model digest in its answer; None if it took none.
+        """
         self.version = version
-        self._move(url, "committed", version=version, reason="")
+        self._move(url, "committed", version=version, digest=digest, reason="")
 
     def kept(self, url: str) -> None:
         """Records that the session ended and the target still serves its old version."""

@@ -7,6 +7,7 @@ and after that none until it answers.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -93,6 +94,9 @@ class Roster:
         self._members: dict[str, Target] = {}
         self._fleet = Fleet()
         self.current: Current | None = None
+        self.trainer = secrets.token_hex(8)  # the last half of each session's id
+        # By version, from the one that is served on: the digest of the weights that engines may have switched to.
+        self.tried: dict[int, str | None] = {}
         self._silent: set[str] = set()
         self._lock = threading.Lock()
         self._recognise = recognise
@@ -192,12 +196,14 @@ class Roster:
     def fell_silent(self, url: str, reason: str) -> None:
         """Records that a member passed a deadline."""
         with self._lock:
+            if url not in self._members:
+                return
             self._silent.add(url)
             self._fleet.silent(url, reason)
         self._probes.ask_ahead([url], waited_s=self._silent_wait_s)  # the next look does not wait for it
 
-    def ended(self, row: TargetReport, *, version: int, moved_on: bool) -> None:
-        """Records the end of an update of one target.
+    def ended(self, row: TargetReport, *, version: int, moved_on: bool, digest: str | None) -> None:
+        """Records the end of an update of one target; ``digest`` is as in ``Fleet.committed``.
 
         If the update ``moved_on``, it succeeded on some target; a target with the old version is then left behind.
         """
@@ -205,7 +211,7 @@ class Roster:
             fleet, url = self._fleet, row.url
             if row.status == "serving":
                 if fleet.state(url) == "updating":  # otherwise the target has restarted meanwhile
-                    fleet.committed(url, version=version)
+                    fleet.committed(url, version=version, digest=digest)
             elif row.status in ("quarantined", "unknown") and fleet.state(url) not in ("quarantined", "gone"):
                 fleet.broken(url, row.message)
             elif row.status == "untouched" and moved_on:
@@ -214,9 +220,10 @@ class Roster:
                 fleet.kept(url)
 
     def opened(self, url: str) -> None:
-        """Records that a session was opened on a member."""
+        """Records that a session was opened on a member, unless that is known."""
         with self._lock:
-            self._fleet.opened(url)
+            if self._fleet.state(url) != "updating":
+                self._fleet.opened(url)
 
     def broke_off(self, url: str, reason: str, *, whole: bool) -> None:
         """Records that an update of one target failed; ``whole`` if it has confirmed that it serves its old version."""
@@ -247,7 +254,9 @@ class Roster:
                 url,
                 version=answer.version,
                 incarnation=answer.incarnation,
+                digest=answer.digest,
                 tells_version=answer.tells_version,
+                tells_digest=answer.kind == "native",
                 shows_restart=answer.shows_restart,
             )
         elif isinstance(answer, TargetUnreachable):

@@ -9,7 +9,7 @@ import ray
 
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.config import Target
-from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, WeightcastError
+from weightcast.errors import ConfigError, TrainerRankFailed, WeightcastError
 from weightcast.ray.actors import ActorsFailed, Place, collect
 from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
@@ -111,7 +111,7 @@ class TrainWorkers:
         try:
             report = self._send(engines.targets, version, timeout_s)
         except WeightcastError as error:
-            engines.admit(error.report if isinstance(error, UpdateFailed) else None)
+            engines.admit(error.report)
             raise
         engines.admit(report)
         return report
@@ -140,7 +140,7 @@ class TrainWorkers:
         try:
             found = self._collect(asked, f"recovery at version {engines.version}", timeout_s or self._timeout_s)
         except WeightcastError as error:
-            engines.admit(error.report if isinstance(error, UpdateFailed) else None)
+            engines.admit(error.report)
             raise
         report: UpdateReport | None = found[0]
         engines.admit(report)

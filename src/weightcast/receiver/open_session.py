@@ -26,6 +26,8 @@ from weightcast.wire.messages import (
     Revert,
 )
 
+_TRAINER = 16  # digits of a session's id before those of its trainer
+
 
 @dataclass(slots=True)
 class OpenSession:
@@ -99,6 +101,11 @@ def check_message(message: Message, current: OpenSession | None, committed: str)
             "no such session: it was never opened, it was ended, or another trainer's is open",
             hint="if a balancer before several engines has this URL, give each engine's own: one URL is one engine",
         )
+
+
+def same_trainer(one: str, other: str) -> bool:
+    """True if two sessions, by their ids, are of the same updater."""
+    return one[_TRAINER:] == other[_TRAINER:]
 
 
 def check_idle(current: OpenSession | None) -> None:

@@ -29,6 +29,7 @@ from weightcast.receiver.open_session import (
     check_message,
     check_readable,
     owner,
+    same_trainer,
 )
 from weightcast.receiver.rank_answers import (
     Resident,
@@ -140,6 +141,8 @@ class SessionHandler:
         heard = time.monotonic()
         if isinstance(message, Abort):
             self._interrupt_if_current(message.session, message.reason or "the trainer gave up")
+        if isinstance(message, Open):
+            self._end_older(message)
         try:
             self._check(message)  # before the lock: a stranger's message must not delay the session's own
         except Refused as error:
@@ -297,6 +300,7 @@ class SessionHandler:
         return self._engine.ack(unproven=unproven, **costs(acks))
 
     def _begin(self, message: Open) -> Ack:
+        self._end_older(message)  # it may have been opened since this message came
         self._check(message)
         if self._session is not None:  # it is being ended; this Open overtook its Abort
             self._abort(Abort(session=self._session.open.session, reason=self._session.ending))
@@ -668,6 +672,14 @@ class SessionHandler:
             current.ending = reason
             self.executor.interrupt(reason)
             self._engine.hooks.stop_waiting()
+
+    def _end_older(self, message: Open) -> None:
+        """Ends the wait of a session that the same trainer has left behind; this Open ends the session itself."""
+        current = self._session
+        if current is None or current.ending or current.open.session == message.session:
+            return
+        if same_trainer(current.open.session, message.session):
+            self._interrupt_if_current(current.open.session, "its trainer has begun another update")
 
     def _end_if_current(self, session: str, reason: str) -> None:
         self._interrupt_if_current(session, reason)

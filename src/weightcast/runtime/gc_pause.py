@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 
 _lock = threading.Lock()
 _inside = 0
@@ -18,23 +17,31 @@ _was_on = False
 _exempts = False  # True once objects were exempt from collection: Python counts them one by one, each time it is asked
 
 
-@contextmanager
-def gc_paused() -> Generator[None]:
+class gc_paused(ContextDecorator):
     """Pauses automatic collection inside the block and then restores the setting.  May be nested, in any thread.
 
     What was made inside counts as old afterwards.  Else the next object that anybody makes would start a collection
     that walks all of it, tenths of a second for the plans of a large model.  A collector that was off stays off, and
     ``gc.collect()`` works as always.
     """
-    global _inside, _was_on, _exempts
-    with _lock:
-        if _inside == 0:
-            _was_on = gc.isenabled()
-            gc.disable()
-        _inside += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _inside, _was_on
+        counted = False
+        try:
+            with _lock:
+                if _inside == 0:
+                    _was_on = gc.isenabled()
+                _inside += 1
+                counted = True
+                gc.disable()
+        except BaseException:  # an interrupt, after which nobody would leave the block
+            if counted:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        global _inside, _exempts
         with _lock:
             _inside -= 1
             if _inside == 0 and _was_on:

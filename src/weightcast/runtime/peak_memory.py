@@ -54,22 +54,31 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         if self._device.type == "cpu" and self._trim:
             _trim()
-        with _lock:
-            # All measurements share one high-water mark: record it for those inside before resetting it.
-            for other in _open:
-                other._observe()
-            _reset(self._device)
-            self._start_bytes, self._start_file_bytes = _look(self._device, "VmRSS", "current")
-            self._peak_bytes = self._start_bytes
-            self._running = True
-            _open.append(self)
+        try:
+            with _lock:
+                # All measurements share one high-water mark: record it for those inside before resetting it.
+                for other in _open:
+                    other._observe()
+                _reset(self._device)
+                self._start_bytes, self._start_file_bytes = _look(self._device, "VmRSS", "current")
+                self._peak_bytes = self._start_bytes
+                self._running = True
+                _open.append(self)
+        except BaseException:  # an interrupt, after which nobody would leave the block
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         with _lock:
             self._observe()
+        self._end()
+
+    def _end(self) -> None:
+        with _lock:
             self._running = False
-            _open.remove(self)
+            if self in _open:
+                _open.remove(self)
             if not _open:
                 _Sampler.stop()
 

@@ -5,12 +5,14 @@ An error of a request names the target and, after the first bucket, says that th
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -104,6 +106,7 @@ class Link:
     asked: Commit | None = None
     notes: list[str] = field(default_factory=list[str])
     events: Events = field(default_factory=Events, repr=False)
+    _opening: asyncio.Task[Any] | None = field(default=None, repr=False)  # waits for the answer to ``open``
     _limit_s: float = _ABORT_S
     _deaf: bool = False  # it is silent, and has not answered a message that ends something either
     _lease: Lease | None = field(default=None, repr=False)
@@ -188,16 +191,28 @@ class Link:
         self.opened = self.closed = self.committed = self.asked = None
         self._check_version(message)
         # An engine without a lease hears of the session's end from this process alone, also if opening fails half way.
-        self.session = "" if self.adapter.leased else message.session
+        self.session = message.session
         self._limit_s = message.timeout_s
         if self.pause is not None and self.pause != message.pause:
             message = msgspec.structs.replace(message, pause=self.pause)
         traceparent = self.events.traceparent(self.url)
         if traceparent:
             message = msgspec.structs.replace(message, traceparent=traceparent)
-        self.opened = await self._timed("open", self.adapter.open(message), message.timeout_s)
-        self.session = message.session
+        self._opening = asyncio.current_task()
+        try:
+            self.opened = await self._timed("open", self.adapter.open(message), message.timeout_s)
+        except WeightcastError:
+            if self.adapter.leased:
+                self.session = ""
+            raise
+        finally:
+            self._opening = None
         return self.opened
+
+    @property
+    def is_open(self) -> bool:
+        """True if the target has an open session, or was asked for one."""
+        return bool(self.session) or self._lease is not None
 
     async def prepare(self, steps: Steps, *, timeout_s: float) -> Ack:
         """Hands over the plan of the updates to come, outside of any session."""
@@ -223,7 +238,7 @@ class Link:
             return await self._timed(kind, steps, deadline, bucket)
         finally:
             self._answered_at[bucket] = time.monotonic()
-            del self._awaited[bucket]
+            self._awaited.pop(bucket, None)
 
     def _turn_began(self, bucket: int) -> float | Deadline | None:
         """Returns the time at which the bucket before was answered (``time.monotonic``).
@@ -238,6 +253,8 @@ class Link:
 
     async def leave(self, group: str | None) -> None:
         """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
+        if self.client.closed:
+            return  # this process has no connection to it any more
         try:
             await self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
@@ -314,8 +331,14 @@ class Link:
             return await self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
 
     async def abort(self, reason: str) -> Ack | None:
-        """Ends the session, if one is open.  Returns None if the engine does not answer."""
-        if not self.session:
+        """Ends the session, if one is open or asked for.  Returns None if the engine does not answer."""
+        opening = self._opening
+        if opening is not None:
+            if self.adapter.leased:
+                opening.cancel()  # its connection closes, which ends a session that the engine opens after all
+            await asyncio.wait([opening])
+        if not self.session or self.client.closed:
+            self.end()
             return None
         session, self.session = self.session, ""
         try:

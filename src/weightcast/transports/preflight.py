@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 
 from weightcast.config import PauseChoice, PauseMode, UpdateConfig, VerifyLevel
 from weightcast.errors import ConfigError, some
@@ -150,9 +151,7 @@ def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -
     if not served or config.allow_older:
         return
     version, url = max(served)
-    first = config.first_version
-    ahead = [url for number, url in served if first is not None and first < number]
-    if first is None:
+    if config.first_version is None:
         others = [
             f"{other} serves {info.version}" for other, info in infos.items() if info.version not in (None, version)
         ]
@@ -164,9 +163,22 @@ def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -
             version,
             f" ({', '.join(others)})" if others else "",
         )
-    elif len(ahead) == len(infos) or (ahead and config.on_failure == "raise"):
+    else:
+        check_not_older(config.first_version, infos, config)
+
+
+def check_not_older(version: int, infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
+    """Raises ConfigError if engines serve a higher version, unless the caller allows an older one.
+
+    With ``on_failure="quarantine"`` it does if all of them do.
+    """
+    ahead = [(info.version, url) for url, info in infos.items() if info.version is not None and version < info.version]
+    if config.allow_older or not ahead:
+        return
+    if len(ahead) == len(infos) or config.on_failure == "raise":
+        served, url = max(ahead, key=itemgetter(0))
         raise ConfigError(
-            f"version {first} is older than {version}, which {url} serves",
+            f"version {version} is older than {served}, which {url} serves",
             hint="send a higher version (update() without a number counts on by itself), or allow an older one on "
             "purpose (allow_older, --allow-older)",
         )

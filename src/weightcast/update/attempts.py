@@ -39,72 +39,77 @@ class Attempts:
         self._timeline = timeline
         self._trimmed = False
 
-    def run(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:
+    def run(self, head: Head | None, stream: BucketStream) -> AttemptResult:
         """Repeats attempts until the update is over.  Collective: every trainer rank calls it.
 
-        ``version`` counts on the head alone, and ``head`` is None on other ranks.  All return the last attempt's
+        ``head`` is None on other ranks.  All return the last attempt's
         result; the head's report has the timeline as well.  If it has a ``choice``, the caller makes another stream and
         calls this again.  TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that
         was after the switch.
         """
         while True:
-            result = self._attempt(version, head, stream)
+            result = self._attempt(head, stream)
             if not result.again or result.choice is not None:
                 return result
 
-    def _attempt(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:
+    def _attempt(self, head: Head | None, stream: BucketStream) -> AttemptResult:
         """Runs one attempt; every rank returns the same result."""
         kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
         # Later on, training would have to fault in again what it keeps in its heap from step to step.
-        with PeakMemory(self._exporter.device, trim=not self._trimmed) as peak, gc_paused():
-            self._trimmed = True
-            try:
-                result = AttemptResult()
-                if head is not None:
-                    head.look_ahead()
-                filling = stream.begin()
-                if head is not None:
-                    head.begin_open(version, filling.plan)
-                stream.start(filling)
-                if head is not None:
-                    result = head.open(filling.plan)
-                    if result.boxes == stream.boxes:
-                        result = msgspec.structs.replace(result, boxes=None)
-                result = self._ranks.hear(result)
-                if result.boxes is not None:
-                    stream.use_boxes(result.boxes)
-                if result.invited:
-                    stream.meet(result.invited)
-                    if head is not None:
-                        result = head.after_meeting(msgspec.structs.replace(result, invited=()))
-                    result = self._ranks.hear(result)
-                if result.failure is not None or result.again:
-                    return result
-                sums_buckets, first = result.sums_buckets, 0
-                while first is not None:
-                    folded, found = stream.send(filling, sums_buckets=sums_buckets, first=first)
-                    if head is not None:
-                        result = head.finish(folded, found)
-                        if head.failed:
-                            stream.abort("the update failed")
-                    first = (
-                        self._ranks.hear(AttemptResult(resume_from=result.resume_from)).resume_from
-                        if stream.resumes
-                        else None
-                    )
-            except BaseException as error:
-                if head is not None:
-                    head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))
-                if self._group.world_size > 1:  # the other ranks would wait for this rank
-                    self._group.abort(f"{type(error).__name__}: {error}")
-                raise
+        peak = PeakMemory(self._exporter.device, trim=not self._trimmed)
+        self._trimmed = True
+        try:
+            with peak, gc_paused():
+                result, heard = self._move(head, stream)
+        except BaseException as error:
+            if self._group.world_size > 1:  # the other ranks would wait for this rank
+                self._group.abort(f"{type(error).__name__}: {error}")
+            if head is not None:
+                head.break_off(error)
+            raise
+        if heard:
+            return result
         try:
             return self._conclude(result, head, stream, lambda: kept_bytes + peak.extra_bytes)
         except TrainerRankFailed as error:
-            report = head.switched() if head is not None else None
-            if report is None:
+            if head is None or not head.switched:
                 raise
-            raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
+            raise UpdateFailed(f"the engines have switched, but {error}", report=head.report()) from error
+
+    def _move(self, head: Head | None, stream: BucketStream) -> tuple[AttemptResult, bool]:
+        """Fills and sends every bucket; returns the result, and True if every rank has heard it (it failed early)."""
+        result = AttemptResult()
+        if head is not None:
+            head.look_ahead()
+        filling = stream.begin()
+        if head is not None:
+            head.begin_open(filling.plan)
+        stream.start(filling)
+        if head is not None:
+            result = head.open(filling.plan)
+            if result.boxes == stream.boxes:
+                result = msgspec.structs.replace(result, boxes=None)
+        result = self._ranks.hear(result)
+        if result.boxes is not None:
+            stream.use_boxes(result.boxes)
+        if result.invited:
+            stream.meet(result.invited)
+            if head is not None:
+                result = head.after_meeting(msgspec.structs.replace(result, invited=()))
+            result = self._ranks.hear(result)
+        if result.failure is not None or result.again:
+            return result, True
+        sums_buckets, first = result.sums_buckets, 0
+        while first is not None:
+            folded, found = stream.send(filling, sums_buckets=sums_buckets, first=first)
+            if head is not None:
+                result = head.finish(folded, found)
+                if head.failed:
+                    stream.abort("the update failed")
+            first = (
+                self._ranks.hear(AttemptResult(resume_from=result.resume_from)).resume_from if stream.resumes else None
+            )
+        return result, False
 
     def _conclude(
         self, result: AttemptResult, head: Head | None, stream: BucketStream, extra_bytes: Callable[[], int]

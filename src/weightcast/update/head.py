@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from weightcast.comm.shared_buckets import Shared
-from weightcast.config import Target, UpdateConfig
+from weightcast.config import Target, UpdateConfig, check_version
 from weightcast.digest.sent import Sent
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, WeightcastError
@@ -24,6 +24,7 @@ from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, only_its_group, raise_together, run_each, together
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
+from weightcast.transports.preflight import check_not_older
 from weightcast.update.choose import Plan, Probed
 from weightcast.update.exchange import Exchange
 from weightcast.update.late import Late, bring_in
@@ -94,6 +95,7 @@ class Head:
         self._on_head_s = 0.0  # sum of the phases that follow one another on this rank
         self._started = 0.0
         self.version = 0  # of the update that was begun last
+        self._counts_on = False
         self._asked_at: float | None = None
         self._failure: WeightcastError | None = None
         self._targets = {target.url: target for target in targets}
@@ -122,13 +124,22 @@ class Head:
         links = self._plan.links
         self.sessions.meet_ahead([links[url] for url in self._plan.urls if url in links and links[url].planned])
 
-    def begin(self, version: int, *, must_be: str | None = None, only: Sequence[str] | None = None) -> None:
+    def begin(
+        self,
+        version: int,
+        *,
+        counts_on: bool = False,
+        must_be: str | None = None,
+        only: Sequence[str] | None = None,
+    ) -> None:
         """Starts a new update, in which targets that failed before take part again.
 
-        ``must_be`` is the model digest that the weights must have, if they must.  ``only`` has the URLs of the targets
-        that take part; None for all.
+        With ``counts_on`` the version is the lowest that it may have.  It passes the numbers that were tried, and
+        those that targets serve when they are asked.  ``must_be`` is the model digest that the weights must have, if
+        they must.  ``only`` has the URLs of the targets that take part; None for all.
         """
-        self.version = version
+        self.version = max(version, *(tried + 1 for tried in self._roster.tried)) if counts_on else version
+        self._counts_on = counts_on
         self.sessions.begin_update()
         for url in self._plan.urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
@@ -176,18 +187,18 @@ class Head:
         """Asks the targets for their description.  The trainer works on until ``open`` reads the answers."""
         self._asked_at = self._roster.ask(self._active())
 
-    def begin_open(self, version: int, plan: SendPlan) -> None:
+    def begin_open(self, plan: SendPlan) -> None:
         """Probes every active target and asks for a session on it; ``open`` waits for the answers."""
         self._failure = None
         self.sessions.begin()
         self._attempts += 1
         with self._phase("open"):
             try:
-                links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
+                links = self._make_links(self._check_version(self._plan.probe(self._active(), since=self._asked_at)))
                 for link in links:
                     self._outcomes[link.url].transport = self._plan.reach.of(link.url).name
                     self._outcomes[link.url].legs = self._plan.legs_to(link)
-                self.sessions.begin_open(links, version, plan.tables, self._verifier.check_opened, self._began)
+                self.sessions.begin_open(links, self.version, plan.tables, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 self._failure = error
 
@@ -339,6 +350,8 @@ class Head:
             with self._phase("verify"):
                 self._close_all(sent)
             with self._phase("commit"):
+                self._check_tried()
+                self._roster.tried[self.version] = self._verifier.digest
                 # No target switches before all targets have received everything and have proven it.
                 run_each(lambda link: self._commit_one(link, sent), self.sessions.links)
                 check_alike(self.sessions.links)
@@ -352,7 +365,7 @@ class Head:
         if wants_score:
             for link in self.sessions.links:
                 self._outcomes[link.url].add("this exporter has no forward pass, so behaviour could not be compared")
-        return AttemptResult(report=self._report())
+        return AttemptResult(report=self.report())
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> AttemptResult:
         """Compares log-probabilities with the engines'; ``why_not`` says why the trainer has none, else empty."""
@@ -367,20 +380,27 @@ class Head:
             outcome.failed for outcome in self._outcomes.values() if isinstance(outcome.failed, VerificationFailed)
         )
         if not isinstance(bad, WeightcastError):
-            return AttemptResult(report=self._report())
+            return AttemptResult(report=self.report())
         return self._conclude_failed(bad, str(bad))
 
-    def switched(self) -> UpdateReport | None:
-        """Returns the report if any target has switched in this update."""
-        if not any(outcome.committed for outcome in self._outcomes.values()):
-            return None
-        return self._report()
+    @property
+    def switched(self) -> bool:
+        """True if any target has switched in this update."""
+        return any(outcome.committed for outcome in self._outcomes.values())
 
     # -- failure and end
 
     def give_up(self, reason: str) -> None:
         """Ends every session, because the trainer or a target failed."""
         self.sessions.abort(reason)
+
+    def break_off(self, error: BaseException) -> None:
+        """Ends every session after an exception that is the trainer's own, such as an interrupt."""
+        reason = f"the trainer failed: {type(error).__name__}: {error}".rstrip(": ")
+        self.give_up(reason)
+        if not isinstance(error, WeightcastError):  # no report follows, which would ask each target
+            for url in self._outcomes:
+                self._roster.broke_off(url, reason, whole=False)
 
     def release(self) -> None:
         """Makes every target unmap the trainer's memory."""
@@ -394,6 +414,10 @@ class Head:
         for link in self._plan.links.values():
             for note in link.take_notes():  # no report comes after this
                 log.warning("%s: %s", link.url, note)
+
+    def refuse(self, error: WeightcastError) -> AttemptResult:
+        """The result of an update that could not begin."""
+        return self._fail(error)
 
     def _fail(self, error: WeightcastError) -> AttemptResult:
         """Ends every session, asks what each target serves, and decides whether another attempt follows."""
@@ -419,8 +443,8 @@ class Head:
             return AttemptResult(again=True)
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
         untouched = not self.sessions.links and self._attempts <= 1
-        if untouched or isinstance(error, WeightsChanged):
-            return AttemptResult(failure=self._late.explain(Failure.of(error)))
+        if isinstance(error, WeightsChanged) or (untouched and isinstance(error, ConfigError)):
+            return AttemptResult(failure=self._late.explain(Failure.of(error)), report=self.report())
         return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
 
     def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
@@ -457,11 +481,35 @@ class Head:
                     reason=str(error),
                     timeout_s=self._config.timeout_s,
                 )
-        report = self._report()
+        report = self.report()
         if self._config.on_failure == "quarantine" and any(row.status == "serving" for row in report.targets):
             return AttemptResult(report=report)
-        failure = Failure(error=UpdateFailed.__name__, text=f"{text}{words}", hint=error.hint)
+        cause = Failure.of(error)
+        failure = Failure(error=UpdateFailed.__name__, text=f"{text}{words}", hint=error.hint, failures=(cause,))
         return AttemptResult(failure=failure, report=report)
+
+    def _check_version(self, infos: Probed) -> Probed:
+        """Settles the version, now that targets have said what they serve; ConfigError if it cannot be."""
+        healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
+        if self._counts_on:
+            served = [info.version for info in healthy.values() if info.version is not None]
+            self.version = max(self.version, *(version + 1 for version in served))
+        check_version("version", self.version)
+        if self._config.verify == "none":
+            self._check_tried()
+        check_not_older(self.version, healthy, self._config)
+        return infos
+
+    def _check_tried(self) -> None:
+        """Raises WeightsChanged if engines may have switched to other weights under this number, however that ended."""
+        tried, digest = self._roster.tried, self._verifier.digest
+        if self.version not in tried or (digest is not None and digest == tried[self.version]):
+            return
+        words = "with other weights" if digest is not None else "and no digest says whether with these weights"
+        raise WeightsChanged(
+            f"version {self.version} was sent before, {words}: engines may have served it",
+            hint=f"call update() without a number, which counts on, or update(version={max(tried) + 1})",
+        )
 
     def _active(self) -> list[str]:
         # Targets that failed just now stay out: one that hangs would cost another deadline.
@@ -506,7 +554,8 @@ class Head:
 
         await self._verifier.commit(link, outcome, sent, ask_again)
 
-    def _report(self) -> UpdateReport:
+    def report(self) -> UpdateReport:
+        """Asks targets that have not switched, or have failed, what they serve, and reports the update as it is now."""
         unsure = [
             url
             for url, outcome in self._outcomes.items()
@@ -526,10 +575,15 @@ class Head:
                 link.digest = digest
         moved_on = any(row.status == "serving" for row in rows)
         for row in rows:
-            self._roster.ended(row, version=self.version, moved_on=moved_on)
+            answer = self._outcomes[row.url].committed
+            digest = answer.digest or None if answer is not None else None
+            self._roster.ended(row, version=self.version, moved_on=moved_on, digest=digest)
         changed = None
         if moved_on:
             self._roster.current = Current(version=self.version, digest=digest)
+            # A caller that is allowed older numbers goes back and counts again on purpose.
+            kept = (self.version,) if self._config.allow_older else [n for n in self._roster.tried if n >= self.version]
+            self._roster.tried = {one: self._roster.tried[one] for one in kept if one in self._roster.tried}
             changed = self._verifier.served()
         rows = (*self._late.rows, *rows)
         seconds = time.monotonic() - self._started

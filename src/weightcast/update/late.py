@@ -85,7 +85,7 @@ def bring_in(
         if copy.passed_over:
             roster.look(peers, hasty=True)
         row = _row(copy)
-        roster.ended(row, version=current.version, moved_on=False)
+        roster.ended(row, version=current.version, moved_on=False, digest=row.digest)
         if any(one.active for one in roster.health() if one.url == url):
             done.rows.append(row)
         else:

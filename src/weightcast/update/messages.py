@@ -18,7 +18,8 @@ from weightcast.wire.nccl_settings import NcclSettings
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An error of the head that every rank raises, of the class with this name.
 
-    It has one entry in ``failures`` for each engine, if it is about several; ``url`` is empty if it names none.
+    It has one entry in ``failures`` for each engine, if it is about several, and that of an
+    ``UpdateFailed`` its cause; ``url`` is empty if it names none.
     """
 
     error: str
@@ -41,10 +42,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def rebuild(self, report: UpdateReport | None = None) -> WeightcastError:
-        """Returns the error again; ``report`` is that of the update, if the engines took part in it."""
+        """Returns the error again, with the report of the update that failed; None if it was no update."""
         if self.error == UpdateFailed.__name__:
             assert report is not None
-            return UpdateFailed(self.text, report=report, hint=self.hint)
+            failed = UpdateFailed(self.text, report=report, hint=self.hint)
+            failed.__cause__ = self.failures[0].rebuild() if self.failures else None
+            return failed
+        return self._without_report().reported(report)
+
+    def _without_report(self) -> WeightcastError:
         if self.failures:
             return TargetsFailed([failure.rebuild() for failure in self.failures])
         kind = getattr(errors, self.error, WeightcastError)

@@ -6,8 +6,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -74,6 +74,7 @@ class Sessions:
 
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
+        self._end_left(self._plan.links.values(), "the update before this one did not end")
         self._resent_bytes = self.resent_bytes
         for cell in self._cells:
             cell.resent_bytes = 0
@@ -121,7 +122,7 @@ class Sessions:
         """
         self.links = links
         self._renew_transport()
-        message = open_message(self._config, links, version, plan)
+        message = open_message(self._config, links, version, plan, trainer=self._roster.trainer)
         began(message)
 
         async def open_one(link: Link) -> None:
@@ -141,18 +142,15 @@ class Sessions:
         try:
             wait_each(self._opening)
         finally:
-            self._opened()
+            self._tell_opened()
         with self._moving():
             if self._exchanging is not None:
                 self._exchanging.invite()
             elif self._transport is not None:
                 self._transport.connect()
 
-    def _opened(self) -> None:
-        """Waits for answers to Open that nobody has waited for, and tells the roster whose sessions are open."""
-        if not self._opening:
-            return
-        wait(self._opening)
+    def _tell_opened(self) -> None:
+        """Tells the roster whose sessions are open."""
         self._opening = []
         for link in self.links:
             if link.session:
@@ -322,16 +320,17 @@ class Sessions:
         return ack
 
     def abort(self, reason: str) -> None:
-        """Ends every open session, and tells the roster which targets kept one whole version."""
-        self._opened()
+        """Ends every session that is open or asked for, and tells the roster which targets kept one whole version."""
+        self._tell_opened()
         if self._transport is not None:
             self._transport.abort(reason)
-        self._abort_each([link for link in self.links if link.session], {link.url: reason for link in self.links})
+        self._end_left(self.links, reason)
         if self._transport is not None:
             self._transport.settle()
 
     def close(self) -> bool:
         """Closes the transport on both sides; safe to call twice.  False if there was none."""
+        self._end_left(self._plan.links.values(), "the trainer closes its connections")
         transport = self._transport
         self._transport = self._exchanging = self._mending = None
         if transport is not None:
@@ -371,6 +370,10 @@ class Sessions:
     def _cells(self) -> Sequence[Channel]:
         return self._mending.cells if self._mending is not None else ()
 
+    def _end_left(self, links: Iterable[Link], reason: str) -> None:
+        left = [link for link in links if link.is_open]
+        self._abort_each(left, {link.url: reason for link in left})
+
     def _abort_each(self, links: Sequence[Link], reasons: Mapping[str, str]) -> None:
         if not links:
             return
@@ -379,12 +382,14 @@ class Sessions:
         async def abort(link: Link) -> None:
             answers[link.url] = await link.abort(reasons[link.url])
 
-        run_each(abort, links)
+        wait_each(start_each(abort, links))  # which goes on to its end, even if an interrupt ends the wait
         for link in links:
             answer, reason = answers[link.url], reasons[link.url]
             if link.silent:
                 self._roster.fell_silent(link.url, reason)
             whole = answer is not None and answer.state == "serving" and not link.mixed
+            if answer is not None and link.adapter.leased and answer.version != link.info.version:
+                whole, reason = False, f"{reason}; by then the engine had switched to version {answer.version}"
             self._roster.broke_off(link.url, reason, whole=whole)
 
 
@@ -393,13 +398,15 @@ def this_process() -> Owner:
     return Owner(host=socket.gethostname(), pid=os.getpid())
 
 
-def open_message(config: UpdateConfig, links: Sequence[Link], version: int, plan: UpdatePlan) -> Open:
-    """Returns the message that opens a new session on these targets."""
+def open_message(
+    config: UpdateConfig, links: Sequence[Link], version: int, plan: UpdatePlan, *, trainer: str = ""
+) -> Open:
+    """Returns the message that opens a new session on these targets; ``trainer`` is ``Roster.trainer``."""
     # A receiver that knows the sizes of broadcasts may post bucket n+1's receive before it replies to n, so the sender
     # must not wait for that reply.
     plan = plan if in_flight_to(links) > 1 else plan.without_runs
     return Open(
-        session=secrets.token_hex(16),
+        session=(secrets.token_hex(16) + trainer)[-32:],
         owner=this_process(),
         version=version,
         allow_older=config.allow_older,

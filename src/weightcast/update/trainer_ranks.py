@@ -13,6 +13,7 @@ from weightcast.errors import TrainerRankFailed, WeightcastError
 from weightcast.update.head import FOLLOW_DEADLINES
 from weightcast.update.messages import AttemptResult, Choice, Failure
 
+_NEXT = "the next call of the updater"
 _Message = TypeVar("_Message", Choice, AttemptResult)
 
 
@@ -24,34 +25,34 @@ class TrainerRanks:
         self.wait_s = timeout_s * (1 if group.is_head else FOLLOW_DEADLINES)
         self._timeout_s = timeout_s
 
-    def enter(self, *, flag: bool = False) -> bool:
+    def enter(self, *, flags: int = 0) -> int:
         """Waits until every rank has come to the same call, before any engine is asked for anything.
 
         A call that failed on any rank has ended the ranks' group on all of them.  So this renews the group.
-        TrainerRankFailed says that a rank did not come.  True, on every rank, if any of them gave a ``flag``.
+        TrainerRankFailed says that a rank did not come.  Returns, on every rank, the bits that any of them gave as
+        ``flags``.
         """
         patience_s = self._timeout_s * FOLLOW_DEADLINES
         if self.group.failed:
             # A rank that was dead or silent is not waited for as long again.
             self.group.renew(timeout_s=self._timeout_s if self.group.lost else patience_s)
         try:
-            return self.group.barrier("the next call of the updater", flag=flag, timeout_s=patience_s)
+            return self.group.barrier(_NEXT, flags=flags, timeout_s=patience_s)
         except TrainerRankFailed:
             if self.group.lost:
                 raise
             # The call before failed on another rank and not on this one.
             self.group.renew(timeout_s=patience_s)
-            return self.group.barrier("the next call of the updater", flag=flag, timeout_s=patience_s)
+            return self.group.barrier(_NEXT, flags=flags, timeout_s=patience_s)
 
-    def agree(self, mine: WeightcastError | None) -> None:
-        """Raises, on every rank, the error that the first of them gave, if any did."""
+    def agree(self, mine: WeightcastError | None) -> WeightcastError | None:
+        """Returns, on every rank, the error that the first of them gave; None if none did."""
         payload = b"" if mine is None else msgspec.json.encode(Failure.of(mine))
         told = self.group.gather_bytes(payload, timeout_s=self.wait_s)
         first = next((one for one in told or () if one), b"")
         failure = msgspec.json.decode(first, type=Failure) if first else None
         failure = self.hear(AttemptResult(failure=failure)).failure
-        if failure is not None:
-            raise failure.rebuild()
+        return None if failure is None else failure.rebuild()
 
     def hear(self, message: _Message) -> _Message:
         """Returns the head's message on every rank; the argument counts on the head alone."""

@@ -8,11 +8,13 @@ the same report or raises the same error.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import msgspec
 import torch
@@ -30,6 +32,7 @@ from weightcast.config import (
     TransportName,
     UpdateConfig,
     VerifyLevel,
+    check_version,
 )
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.health import TargetHealth
@@ -67,6 +70,17 @@ from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, dtype_name, plan_buckets
 
 log = logging.getLogger("weightcast.update")
+_Result = TypeVar("_Result")
+_LOOK_AGAIN, _CHOOSE_AGAIN = 1, 2  # what a trainer rank wants before the next call
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of one thread, such as ``update()``, until it is over."""
+
+    name: str
+    thread: str
+    over: bool = False
 
 
 # Over 350 lines: `connect` lists every option with its type, so that editors complete them.
@@ -103,6 +117,10 @@ class WeightUpdater:
         self._stream: BucketStream | None = None
         self._roster: Roster | None = None
         self._closed = False
+        self._call: _Call | None = None
+        self._calling = threading.Lock()
+        self._settled = False  # True while the head, the stream and the choice are those of all ranks, and whole
+        self._heard: WeightcastError | None = None  # the last error that all ranks have heard from the head
         self._served: int | None = None
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._looks_again = False  # True while ranks may plan for different models
@@ -119,7 +137,8 @@ class WeightUpdater:
             connecting.now(f"{count_of(len(targets), 'engine')} are asked, and both sides work out the updates to come")
             self._choose()
             tell_targets(self._events, self.health)
-        except BaseException:
+        except BaseException as error:
+            self._end_waits_of_others(error)
             if self._head is not None:
                 self._head.close()
             if self._roster is not None:
@@ -266,35 +285,43 @@ class WeightUpdater:
     def update(self, *, version: int | None = None) -> UpdateReport:
         """Sends the current weights to every target.  Collective: every trainer rank calls it.
 
+        Whatever an update raises has ``report``, which says what each target serves now; on other ranks than the head
+        only if the head could tell them.  After an interrupt (Ctrl-C) the next call works out again what it needs.
+
         Args:
-            version: The weight version, which counts up; None takes the next after the highest that the targets serve.
+            version: The weight version, which counts up.  Engines that may have switched to it in an earlier update
+                must have got the same weights.  None takes the next number that no target serves and no update tried.
 
         Returns:
             The report, the same on every rank; the head's has the timeline as well.
 
         Raises:
             UpdateFailed: A target failed (``on_failure="raise"``), or all did.  Targets that had switched were
-                switched back if they could be.  ``report`` says what each target serves now.
-            ConfigError, TargetUnreachable, TargetRejected, TargetsFailed: The update failed before anything moved.
-                ConfigError also names what has changed if the model is not what ``connect`` planned for, and its
-                tensors cannot be sent as they are now.
+                switched back if they could be.
+            ConfigError: The update cannot work as asked: another thread is in a call of this updater, the version is
+                too low, too high or that of other weights, or the model is not what ``connect`` planned for and cannot
+                be sent as it is now, which names what has changed.  No engine has switched.
             TrainerRankFailed: Another trainer rank failed; the engines keep the weights that they serve.  If the
                 engines had switched, the head raises ``UpdateFailed`` instead.  The next call makes the ranks' group
                 again.
         """
         self._check_open()
-        if version is None:
-            version = (self._served or 0) + 1
-        if isinstance(version, bool) or version < 0:
-            raise ConfigError(f"version={version!r}: a version is a whole number from 0")
+        if version is not None:
+            check_version("version", version)
+        number = (self._served or 0) + 1 if version is None else version
+
+        def begin() -> None:
+            if self._head is not None:
+                self._head.begin(number, counts_on=version is None)
 
         def update() -> UpdateReport:
-            self._enter()
-            if self._head is not None:
-                self._head.begin(version)
-            return self._transact(version)
+            begin()
+            if not self._enter():
+                self._choose_anew()
+                begin()
+            return self._transact()
 
-        return self._watched(update, version)
+        return self._run("update()", lambda: self._watched(update, number))
 
     def retarget(self, targets: Targets, *, catch_up: bool | Literal["peers"] = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
@@ -313,7 +340,8 @@ class WeightUpdater:
             With ``catch_up``, the report on the targets that were updated; None if there were none.
 
         Raises:
-            ConfigError, TargetUnreachable, TargetRejected: As ``connect``; the old targets stay.
+            ConfigError, TargetUnreachable, TargetRejected: As ``connect``; the old targets stay, also after an
+                interrupt.
             ConfigError: The weights have changed since the last update, or no digest can tell.  The new targets stay.
                 Targets that do not serve the current version wait for the next update.
             UpdateFailed: As ``update``, for the targets that were to catch up.
@@ -322,14 +350,19 @@ class WeightUpdater:
         if catch_up not in (False, True, "peers"):
             raise ConfigError(f"catch_up={catch_up!r} is unknown", hint='choose False, True or "peers"')
         known = targets_of(targets)
-        self._enter()
-        before = self._targets
-        self._targets = known
+        return self._run("retarget()", lambda: self._retarget(known, catch_up))
+
+    def _retarget(self, known: Sequence[Target], catch_up: bool | Literal["peers"]) -> UpdateReport | None:
+        before, choice = self._targets, self._choice
         try:
+            self._enter()
+            self._targets = tuple(known)
             with gc_paused():
                 self._choose(leaving=before)
-        except WeightcastError:
-            self._targets = before
+        except BaseException:
+            self._targets, self._choice = before, choice
+            if not self._settled and self._head is not None:
+                self._head.close()  # while it still knows the clients of the new targets
             raise
         finally:
             if self._roster is not None:
@@ -339,10 +372,9 @@ class WeightUpdater:
             return None
         result = self._ranks.hear(self._head.begin_catch_up() if self._head is not None else AttemptResult())
         if result.failure is not None:
-            raise result.failure.rebuild()
+            raise self._all_heard(result.failure.rebuild())
         if not result.again:
             return None
-        version = self._head.version if self._head is not None else 0
 
         def update() -> UpdateReport:
             if catch_up == "peers":
@@ -350,9 +382,9 @@ class WeightUpdater:
                 result = self._ranks.hear_work(head.copy_from_peers if head is not None else None)
                 if result.report is not None:
                     return result.report
-            return self._transact(version)
+            return self._transact()
 
-        return self._watched(update, version)
+        return self._watched(update, self._head.version if self._head is not None else 0)
 
     def release(self) -> None:
         """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.
@@ -361,7 +393,10 @@ class WeightUpdater:
         answer is noted in its next report.
         """
         self._check_open()
-        self._ranks.enter()
+        self._run("release()", self._let_go)
+
+    def _let_go(self) -> None:
+        self._enter()
         if self._head is not None:
             self._head.release()
         if self._stream is not None:
@@ -377,9 +412,15 @@ class WeightUpdater:
         return self._roster.health() if self._roster is not None else ()
 
     def close(self) -> None:
-        """Closes groups, buffers and connections, here and in the engines.  Safe to call twice."""
-        if self._closed:
-            return
+        """Closes groups, buffers and connections, here and in the engines.  Safe to call twice.
+
+        Raises:
+            ConfigError: Another thread is in a call of this updater.
+        """
+        if not self._closed:
+            self._alone("close()", self._close)
+
+    def _close(self) -> None:
         self._closed = True
         with ExitStack() as rest:  # in reverse order; each runs even if another one fails
             rest.callback(self._events.close)
@@ -399,18 +440,78 @@ class WeightUpdater:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _alone(self, name: str, do: Callable[[], _Result]) -> _Result:
+        """Does something that no other call may disturb, or ConfigError names the call that goes on."""
+        mine = _Call(name, threading.current_thread().name)
+        try:
+            with self._calling:
+                other = self._call
+                if other is None or other.over:
+                    self._call = other = mine
+            if other is not mine:
+                raise ConfigError(
+                    f"{name} was called in thread {mine.thread}, and {other.name} still runs in thread {other.thread}: "
+                    "an updater does one thing at a time",
+                    hint="call the methods of an updater from one thread, or wait for the other one",
+                )
+            return do()
+        finally:
+            mine.over = True  # nothing that an interrupt could keep from happening
+
+    def _run(self, name: str, call: Callable[[], _Result]) -> _Result:
+        """Runs a collective call.  If it fails for a reason of this rank, the other ranks hear of it at once."""
+
+        def run() -> _Result:
+            try:
+                return call()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self._settled = False  # it may have come anywhere, so nothing is sure to be whole
+                self._end_waits_of_others(error)
+                raise
+
+        return self._alone(name, run)
+
+    def _all_heard(self, error: WeightcastError) -> WeightcastError:
+        """Notes that every rank raises this error, so that none waits for another."""
+        self._heard = error
+        return error
+
+    def _end_waits_of_others(self, error: BaseException) -> None:
+        if error is not self._heard and self._group.world_size > 1:
+            self._group.abort(f"{type(error).__name__}: {error}".rstrip(": "))
+
     def _watched(self, update: Callable[[], UpdateReport], version: int) -> UpdateReport:
         urls = tuple(target.url for target in self._targets) if self._head is not None else ()
+
+        def reported() -> UpdateReport:
+            try:
+                return update()
+            except WeightcastError as error:
+                if error.report is None and self._head is not None:
+                    error.reported(self._head.report())
+                raise
+
         return run_watched(
-            update, self._events, version=version, transport=self.transport, targets=urls, health=self.health
+            reported, self._events, version=version, transport=self.transport, targets=urls, health=self.health
         )
 
-    def _enter(self) -> None:
-        """Waits for the other ranks, and looks at the model again if it is not what was planned for.  Collective."""
+    def _enter(self) -> bool:
+        """Waits for the other ranks, and looks at the model again if it is not what was planned for.  Collective.
+
+        Returns False on every rank if the choices of the head must be made again, because a call was broken off.
+        """
         exporter = self._exporter
         notices = isinstance(exporter, Replanning)
-        if not self._ranks.enter(flag=self._looks_again or (notices and exporter.changed())):
-            return
+        looks_again = self._looks_again or (notices and exporter.changed())
+        flags = self._ranks.enter(flags=(_LOOK_AGAIN if looks_again else 0) | (0 if self._settled else _CHOOSE_AGAIN))
+        if flags & _LOOK_AGAIN:
+            self._look_again()
+        return not flags & _CHOOSE_AGAIN
+
+    def _look_again(self) -> None:
+        exporter = self._exporter
+        notices = isinstance(exporter, Replanning)
         self._looks_again, problem = True, None
         try:
             if notices:
@@ -419,11 +520,9 @@ class WeightUpdater:
                 check_planned_bytes(self._config, self._stream.planned_bytes)
         except WeightcastError as error:
             problem = error
-        except BaseException as error:
-            if self._group.world_size > 1:  # the other ranks would wait for this rank
-                self._group.abort(f"{type(error).__name__}: {error}")
-            raise
-        self._ranks.agree(problem)
+        failure = self._ranks.agree(problem)
+        if failure is not None:
+            raise self._all_heard(failure)
         exporter.prepare(self._group)
         self._looks_again = False
         log.info("the model is made in another way than before, so its tensors were looked at again")
@@ -432,8 +531,21 @@ class WeightUpdater:
         if self._closed:
             raise ConfigError("this updater is closed")
 
+    def _choose_anew(self) -> None:
+        """Makes the head's choices again after a call that was broken off; a failure has the update's report."""
+        before = self._head
+        try:
+            with gc_paused():
+                self._choose()
+        except WeightcastError as error:
+            if error is not self._heard:
+                raise
+            result = self._ranks.hear(before.refuse(error) if before is not None else AttemptResult())
+            assert result.failure is not None
+            raise self._all_heard(result.failure.rebuild(result.report)) from error
+
     def _choose(self, *, leaving: Sequence[Target] = ()) -> None:
-        """Makes the head's choices, which every rank hears."""
+        """Makes the head's choices, which every rank hears.  If it is broken off later on, nothing is settled."""
         device = self._exporter.device
         held = self._stream.buffer_bytes if self._stream is not None else 0  # freed before others are allocated
         free_bytes = free_bytes_of(device) + held
@@ -474,11 +586,13 @@ class WeightUpdater:
                 choice = Choice(failure=Failure.of(error))
         choice = self._ranks.hear(choice)
         if choice.failure is not None:
-            raise choice.failure.rebuild()
+            raise self._all_heard(choice.failure.rebuild())
+        self._settled = False
         if self._head is not None:
             self._head.close()  # engines unmap the buffers that are freed next, and map the new ones after that
         self._head, self._served = head, choice.served
         self._prepare(self._use(choice, layouts))
+        self._settled = True
 
     def _prepare(self, stream: BucketStream) -> None:
         """Works out on both sides what the first update would otherwise have to find out.  Collective."""
@@ -524,18 +638,19 @@ class WeightUpdater:
     def _layouts_for(self, choice: Choice) -> list[BucketLayout]:
         return plan_buckets(self._specs, bucket_bytes=choice.bucket_bytes, packing=choice.packing)
 
-    def _transact(self, version: int) -> UpdateReport:
-        """Runs the update; the version counts on the head alone."""
+    def _transact(self) -> UpdateReport:
+        """Runs the update that the head has begun."""
         assert self._stream is not None
-        while (result := self._attempts.run(version, self._head, self._stream)).choice is not None:
-            began = time.monotonic()
+        while (result := self._attempts.run(self._head, self._stream)).choice is not None:
+            self._settled, began = False, time.monotonic()
             self._use(result.choice)  # a transport gave way
+            self._settled = True
             if self._head is not None:
                 self._head.add_phase("recover", time.monotonic() - began)
         if result.report is not None:
             known = [row.version_after for row in result.report.targets if row.version_after is not None]
             self._served = max(known, default=self._served)
         if result.failure is not None:
-            raise result.failure.rebuild(result.report)
+            raise self._all_heard(result.failure.rebuild(result.report))
         assert result.report is not None
         return result.report

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.errors import UpdateFailed
+from weightcast.errors import WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import Timeline
@@ -102,7 +102,7 @@ def run_watched(
     try:
         report = update()
     except BaseException as error:
-        end("failed", error.report if isinstance(error, UpdateFailed) else None, error)
+        end("failed", error.report if isinstance(error, WeightcastError) else None, error)
         raise
     end("succeeded" if report.ok else "partial", report)
     return report
@@ -136,7 +136,11 @@ class Connecting:
         self._done.set()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._watch, name="weightcast-connecting", daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, name="weightcast-connecting", daemon=True).start()
+        except BaseException:  # an interrupt, after which nobody would leave the block
+            self._done.set()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from weightcast.config import MAX_VERSION
 from weightcast.errors import WireError, visible
 from weightcast.watch.events import Step
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash
@@ -17,7 +18,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 # No control characters: the engine's description is shown on terminals.
 Label = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 Digest = Annotated[str, Meta(max_length=80)]
-Version = Annotated[int, Meta(ge=0, le=2**53)]
+Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Count = Annotated[int, Meta(ge=0, le=MAX_BUCKETS)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]

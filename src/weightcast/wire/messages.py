@@ -54,7 +54,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Starts an update.  The engine refuses it, with nothing changed, if it does not fit the model or the state.
 
     Attributes:
-        session: Unguessable id, which every later message has.
+        session: Unguessable id, which every later message has.  The last half is the same in all sessions of one
+            updater, and secret likewise: an Open ends a session that its own updater has left open.
         version: The new version; not lower than the served one unless ``allow_older``.
         timeout_s: Deadline of each wait inside the engine, in seconds.
         lease_s: Seconds after the last message at which the engine ends the session by itself.
