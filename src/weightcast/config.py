@@ -144,7 +144,8 @@ class UpdateConfig:
         check_finite: True refuses weights that are NaN or infinite before any engine switches; False sends them; None
             checks where the pass over each bucket hides behind its digest: on CPUs, with proof.
         wire_dtype: Dtype to which a module's floating-point tensors are cast before they are sent, e.g. ``"bfloat16"``;
-            None keeps theirs.  An exporter object sets its own.
+            None casts a tensor to the smaller float, other than float16, in which every engine keeps it, if there is
+            one.  An exporter object sets its own.
         require: Lowest level of proof that each target must be able to reach; ``connect`` refuses the others.
         first_version: Number of the first update, if it is known.  ``connect`` refuses it if a target serves a higher
             one, so that a run does not train for nothing.

@@ -134,6 +134,16 @@ class Replanning(Protocol):
         ...
 
 
+@runtime_checkable
+class Casting(Protocol):
+    """An exporter that fills a bucket in the dtypes of its layout, where these are other floats than its own."""
+
+    @property
+    def casts(self) -> bool:
+        """True if it may be asked to; False where the caller has chosen the dtype that travels."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """The part ``box`` of one tensor that one trainer rank holds.

@@ -115,6 +115,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             their shards.  No digest covers the gather of these tensors.
         changed_ratio: Share of the bytes that lie in tensors, or in the rows of one that one bucket carries, which
             differ from the update before; None for the first update and without digests.
+        cast: Number of tensors that were cast before they were sent, by the dtype that every engine keeps.
     """
 
     version: int
@@ -131,6 +132,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     planned_extra_bytes: int = 0
     resent_bytes: int = 0
     bucket_bytes: int = 0
+    cast: dict[str, int] = {}
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -221,6 +223,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if row.message and row.message not in told:
                 lines.append(f"              {row.message}")
             lines += [f"              note: {note}" for note in row.notes]
+        for dtype, count in self.cast.items():
+            lines.append(f"  {count_of(count, 'tensor')} travelled in {dtype}, which the engines keep")
         if self.unsummed:
             shown = ", ".join(self.unsummed[:5])
             more = " ..." if len(self.unsummed) > 5 else ""

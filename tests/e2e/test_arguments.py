@@ -11,6 +11,8 @@ from tests.harness import Engine, digests_of, next_version, trainer_of, unnamed_
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.multi_module import ComposedExporter
 from weightcast.update.arguments import bytes_of, exporter_of, targets_of, wire_dtype_of
 
 
@@ -155,6 +157,73 @@ def test_an_adapter_with_nan_is_refused_before_its_merged_weights_leave(engine, 
             updater.update(version=after)
         assert caught.value.report.targets[0].status == "untouched"
         assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """An engine that keeps bfloat16."""
+    engine = Engine("--dtype", "bfloat16")
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["module", "state dict", "path", "direct", "composed"])
+def test_weights_travel_in_the_smaller_dtype_that_every_engine_keeps(narrow, way, tmp_path):
+    version = next_version()
+    model: object = trainer_of(version)
+    if way == "state dict":
+        model = toy_weights(seed=version)
+    if way == "path":
+        save_file(toy_weights(seed=version), tmp_path / "model.safetensors")
+        model = tmp_path
+    if way == "composed":
+        model = ComposedExporter({"all": ModuleExporter(trainer_of(version))})
+    half = sum(tensor.numel() * 2 for tensor in toy_weights(seed=version).values())
+    transport = "direct" if way == "direct" else "auto"
+    with WeightUpdater.connect(
+        model, narrow.url, bucket_bytes="64KiB", allow_older=True, transport=transport
+    ) as updater:
+        report = updater.update(version=version)
+    assert report.bytes == half
+    assert report.cast == {"bfloat16": len(toy_weights(seed=0))}
+    assert f"{len(toy_weights(seed=0))} tensors travelled in bfloat16, which the engines keep" in str(report)
+    assert report.targets[0].proof == "resident"
+    assert narrow.digests() == digests_of(version, dtype="bfloat16")
+
+
+def test_weights_travel_in_the_dtype_that_the_caller_asks_for_or_that_one_engine_keeps(engine, narrow):
+    for targets, options in (
+        ([narrow.url], {"wire_dtype": "float32"}),
+        ([engine.url, narrow.url], {}),
+    ):
+        version = next_version()
+        size = sum(tensor.nbytes for tensor in toy_weights(seed=version).values())
+        with WeightUpdater.connect(
+            trainer_of(version), targets, bucket_bytes="64KiB", allow_older=True, **options
+        ) as updater:
+            report = updater.update(version=version)
+        assert (report.bytes, report.cast) == (size, {})
+        assert report.short_of("resident") == ()
+        assert narrow.digests() == digests_of(version, dtype="bfloat16")
+    assert engine.digests() == digests_of(version)
+
+
+def test_the_dtype_follows_the_engines_when_they_change(engine, narrow):
+    version = next_version()
+    model = trainer_of(version)
+    with WeightUpdater.connect(model, narrow.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        assert updater.update(version=version).cast
+        updater.retarget([narrow.url, engine.url])
+        model.set_version(after := next_version())
+        report = updater.update(version=after)
+        assert report.ok
+        assert report.cast == {}
+        assert engine.digests() == digests_of(after)
+        assert narrow.digests() == digests_of(after, dtype="bfloat16")
+        updater.retarget([narrow.url])
+        model.set_version(last := next_version())
+        assert updater.update(version=last).cast
+        assert narrow.digests() == digests_of(last, dtype="bfloat16")
 
 
 def test_every_second_of_an_update_belongs_to_a_phase(engine):

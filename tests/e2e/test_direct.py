@@ -458,10 +458,11 @@ def test_what_cannot_be_proven_is_refused_by_name(fresh, jobs):
     wide, narrow = fresh("--local"), fresh("--local", "--dtype", "bfloat16")
     for text in jobs(2).run(refused, wide.url, {"digest": "sha256"}):
         assert "digest='sha256' does not add up over shards" in text
-    for text in jobs(2).run(refused, narrow.url, {}):
+    for text in jobs(2).run(refused, narrow.url, {"wire_dtype": "float32"}):
         assert "keeps embed.weight in bfloat16, and it travels in float32" in text
-    for text in jobs(2).run(refused, narrow.url, {"wire_dtype": "bf16"}):
-        assert text == "connected"
+    for options in ({}, {"wire_dtype": "bf16"}):
+        for text in jobs(2).run(refused, narrow.url, options):
+            assert text == "connected"
 
 
 def train_and_update(

@@ -89,6 +89,7 @@ class CheckpointExporter:
         match: str | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
+        self.casts = wire_dtype is None
         self.path = Path(path)
         self.device = device or torch.device("cpu")
         self._wire_dtype = wire_dtype

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from weightcast.comm.ipc import shared_buffer_at
@@ -23,10 +25,11 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
 from weightcast.exporters.held_parts import Batch, Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
 from weightcast.exporters.own_parts import OwnMemory, OwnParts
-from weightcast.exporters.ownership import Shared
+from weightcast.exporters.ownership import Shared, SharedPart
 from weightcast.protocols import BucketUse
 from weightcast.wire.box import Box, contains, is_one_run, slices
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.casts import why_no_cast
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 # A zero-copy tensor is a broadcast of its own; copying a smaller one into the bucket is quicker.
@@ -227,7 +230,7 @@ class Gatherer:
             or known[0].layout != layout
         ):
             tensors = {
-                slot.spec.name: (self._specs[number], self._shared.parts(number))
+                slot.spec.name: self._as_sent(number, slot.spec)
                 for slot in layout.slots
                 if (number := self._held.number.get(slot.spec.name)) is not None
             }
@@ -235,6 +238,13 @@ class Gatherer:
             own = OwnParts(layout, plan.own, self._held)
             known = self._plans[layout.index] = plan, own
         return known
+
+    def _as_sent(self, number: int, sent: TensorSpec) -> tuple[TensorSpec, Sequence[SharedPart]]:
+        """A tensor and its parts, for a layout that may have it in another dtype, to which it is cast then."""
+        spec, parts = self._specs[number], self._shared.parts(number)
+        if spec.dtype == sent.dtype or why_no_cast(spec.name, spec.torch_dtype, sent.torch_dtype):
+            return spec, parts
+        return msgspec.structs.replace(spec, dtype=sent.dtype), [replace(part, ready=False) for part in parts]
 
     def _fill(
         self,

@@ -149,6 +149,7 @@ class NamedExporter(GatheringExporter):
         quantise: Fp8Format | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
+        self.casts = wire_dtype is None
         self._model = model
         self._make_tensors = make_tensors
         self._names = names

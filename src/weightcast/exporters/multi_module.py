@@ -13,9 +13,9 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import BucketUse, Exporter, Planning, Refilling, Replanning, Shard, Summing
+from weightcast.protocols import BucketUse, Casting, Exporter, Planning, Refilling, Replanning, Shard, Summing
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,10 @@ class ComposedExporter:
     @property
     def refills(self) -> bool:
         return all(isinstance(part.exporter, Refilling) and part.exporter.refills for part in self.parts.values())
+
+    @property
+    def casts(self) -> bool:
+        return all(isinstance(part.exporter, Casting) and part.exporter.casts for part in self.parts.values())
 
     def specs(self) -> Sequence[TensorSpec]:
         """The parts' tensors, one part after the other."""
@@ -215,9 +219,14 @@ class ComposedExporter:
             if name not in slots:
                 continue
             own = tuple(
-                msgspec.structs.replace(layout.slots[number], spec=self._inner[layout.slots[number].spec.name][1])
+                _renamed(layout.slots[number], self._inner[layout.slots[number].spec.name][1].name)
                 for number in slots[name]
             )
             cuts.append(_Cut(part, torch.tensor(slots[name]), msgspec.structs.replace(layout, slots=own)))
         self._cuts[layout.index] = layout, cuts
         return cuts
+
+
+def _renamed(slot: TensorSlot, name: str) -> TensorSlot:
+    """A slot whose tensor has another name."""
+    return msgspec.structs.replace(slot, spec=msgspec.structs.replace(slot.spec, name=name))

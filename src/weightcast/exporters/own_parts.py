@@ -5,7 +5,7 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -264,8 +264,12 @@ class OwnParts:
         if steps.views:
             self._sum_views(steps, found, taker)
         scratch = Scratch()
+        cast = [own for own in steps.rest if not own.computed]
         for own in steps.rest:
-            self._sum_one(own, taker, scratch)
+            if own.computed:
+                self._sum_origin(own, taker)
+        for device, parts in self._cast_parts(cast):
+            self._sum_cast(parts, device, taker, scratch)
 
     def _copy_steps(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
         """The steps of ``copy_into``, as long as they fit the parts as they lie now."""
@@ -446,18 +450,63 @@ class OwnParts:
         if launches.small:
             taker.sums.finite = self._layout
 
-    def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch) -> None:
+    def _sum_origin(self, own: OwnPart, taker: Taker) -> None:
+        """Sums the memory that a part's values are computed from."""
         held = self._held.find(own.slot.spec.name, own.box)
-        memory = held.memory
-        if own.origin is not None:
-            part = held.origin.detach()[slices(own.box, held.box.offset)]
-            taker.add(torch.tensor([own.origin]), partial_sums([to_sum(own.slot, own.box, part)]))
-        if own.place is None or own.computed or memory is None:
-            return
-        part, dtype = memory.detach()[slices(own.box, held.box.offset)], own.slot.spec.torch_dtype
-        for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
-            values = scratch.cast(part[slices(box, own.box.offset)], dtype)
-            taker.add(torch.tensor([own.place]), partial_sums([to_sum(own.slot, box, values)]))
+        part = held.origin.detach()[slices(own.box, held.box.offset)]
+        taker.add(torch.tensor([own.origin]), partial_sums([to_sum(own.slot, own.box, part)]))
+
+    def _cast_parts(self, parts: Sequence[OwnPart]) -> Iterator[tuple[torch.device, list[_Cast]]]:
+        """Parts that are cast and summed together, some MiB at a time, with their device."""
+        together: dict[torch.device, list[_Cast]] = {}
+        sizes: dict[torch.device, int] = {}
+        for own in parts:
+            held = self._held.find(own.slot.spec.name, own.box)
+            memory = held.memory
+            if own.place is None or memory is None:
+                continue
+            part, itemsize = memory.detach()[slices(own.box, held.box.offset)], own.slot.spec.torch_dtype.itemsize
+            for box in split(own.box, max(_CAST_BYTES // itemsize, 1)):
+                some, size = together.get(part.device, []), sizes.get(part.device, 0)
+                if some and size + box.numel * itemsize > _CAST_BYTES:
+                    yield part.device, some
+                    some, size = [], 0
+                some.append(_Cast(own, box, part[slices(box, own.box.offset)], size))
+                together[part.device], sizes[part.device] = some, size + -(-box.numel * itemsize // 16) * 16
+        yield from together.items()
+
+    def _sum_cast(self, parts: Sequence[_Cast], device: torch.device, taker: Taker, scratch: Scratch) -> None:
+        flat = Flat(scratch.buffer(sum(-(-one.size_bytes // 16) * 16 for one in parts), device))
+        targets = [
+            flat.region(
+                one.dtype,
+                one.box.shape,
+                contiguous_strides(one.box.shape),
+                one.first_byte // one.dtype.itemsize,
+                as_bits=False,
+            )
+            for one in parts
+        ]
+        copy_all(targets, [one.source for one in parts])
+        pieces = [to_sum(one.own.slot, one.box, values) for one, values in zip(parts, targets, strict=True)]
+        taker.add(torch.tensor([one.own.place for one in parts]), partial_sums(pieces))
+
+
+class _Cast(NamedTuple):
+    """A box of a part in memory, and the first byte of its cast values in a buffer."""
+
+    own: OwnPart
+    box: Box
+    source: torch.Tensor
+    first_byte: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.own.slot.spec.torch_dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
 
 
 def _placing(template: Template, found: Seen, *first: int) -> tuple[object, Callable[[], Placed]]:

@@ -37,7 +37,7 @@ from weightcast.update.served_parts import MappedShares, ServedParts
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part
-from weightcast.wire.layout import BucketLayout
+from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
 from weightcast.wire.plans import hash_of
 
@@ -113,6 +113,7 @@ class BucketStream:
         choice: Choice,
         head: Head | None,
         *,
+        specs: Sequence[TensorSpec],
         num_mapped: int = 0,
         verifies: bool,
         check_finite: bool,
@@ -124,6 +125,7 @@ class BucketStream:
         """Allocates nothing yet.
 
         Args:
+            specs: The tensors in the dtypes in which they travel.
             num_mapped: Number of layouts, the first ones, whose tensors engines read where the trainer keeps them.
             verifies: True if the sums of this rank's shards are needed.
             check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
@@ -131,6 +133,7 @@ class BucketStream:
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
         """
         self._exporter = exporter
+        self._specs = specs
         self._layouts = layouts
         self._num_mapped = num_mapped
         self._group = group
@@ -284,7 +287,7 @@ class BucketStream:
     def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> SendPlan:
         names = [tuple(tensors) for tensors in lent]
         if self._plan is None or self._plan.lent != names:
-            self._plan = SendPlan(self._exporter.specs(), self._layouts, names)
+            self._plan = SendPlan(self._specs, self._layouts, names)
         return self._plan
 
     def send(

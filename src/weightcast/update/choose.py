@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,8 @@ from weightcast.comm.update_group import local_address_towards
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exporter, Sharing, Transport
-from weightcast.report import LegReport
+from weightcast.protocols import Casting, Exporter, Sharing, Transport
+from weightcast.report import LegReport, count_of
 from weightcast.transports.blame import raise_together
 from weightcast.transports.cells import FEW_RANKS, MANY_RANKS, cells_of, most_ranks
 from weightcast.transports.link import Link, in_flight_to
@@ -37,9 +38,12 @@ from weightcast.update.bucket_memory import choose_bucket_bytes
 from weightcast.update.messages import Choice
 from weightcast.update.reach import Reach
 from weightcast.watch.listeners import Events
+from weightcast.wire.casts import best_sent
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import Packing, TensorSpec
 from weightcast.wire.nccl_settings import NcclSettings
+
+log = logging.getLogger("weightcast.update.choose")
 
 Probed = dict[str, EngineInfo | WeightcastError]  # by URL
 
@@ -51,6 +55,7 @@ class Plan:
         reach: The transport that reaches each target.
         receivers: The trainer ranks that fill buckets.
         cell_limit: Most engine ranks in a cell, unless the caller asked for another number.
+        cast: As ``UpdateReport.cast``.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Plan:
         self.receivers: tuple[int, ...] = (0,)
         self._config = config
         self._exporter = exporter
-        self._specs = tuple(specs)
+        self._own = self._specs = tuple(specs)
         self._places = tuple(places)
         self._reading_hosts: tuple[str, ...] = ()
         self._leg_hosts: tuple[str, ...] = ()
@@ -95,6 +100,7 @@ class Plan:
         self._bucket_bytes = 0
         self._zero_copy = False
         self.cell_limit = MANY_RANKS
+        self.cast: dict[str, int] = {}
 
     @property
     def gathers(self) -> bool:
@@ -153,10 +159,13 @@ class Plan:
             link.planned = False
             link.opens = slice(0, 0)
         links = [self.link(url, info) for url, info in healthy.items()]
-        check_fits(links, self._specs)
+        check_fits(links, self._own)
+        self._send_as(links)
         placement = self.reach.placement(healthy)
         chosen = self.reach.choose(links, placement)
         spec = self.reach.best
+        if spec.mapped:  # engines read what the trainer keeps
+            self._send_as(())
         self.receivers = (0,)
         for one, urls in chosen.items():
             its = replace(placement, infos={url: healthy[url] for url in urls})
@@ -215,7 +224,31 @@ class Plan:
             cells=cells_of(links, self.reach.of, self.most_ranks),
             resumes=self._config.on_failure == "quarantine" and any(one.cells for one in chosen),
             served=max((info.version for info in healthy.values() if info.version is not None), default=None),
+            cast=self._cast(),
         )
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors in the dtypes in which they travel."""
+        return self._specs
+
+    def _send_as(self, links: Sequence[Link]) -> None:
+        """Sends tensors in the smaller dtypes that all these engines keep, unless the caller chose their dtypes."""
+        may_cast = self._config.wire_dtype is None and isinstance(self._exporter, Casting) and self._exporter.casts
+        tables = [(*link.adapter.specs(), *link.info.optional) for link in links]
+        self._specs = best_sent(self._own, tables) if may_cast else self._own
+        self.reach.specs = self._specs
+
+    def _cast(self) -> dict[str, tuple[int, ...]]:
+        """As ``Choice.cast``."""
+        found: dict[str, list[int]] = {}
+        for number, (own, sent) in enumerate(zip(self._own, self._specs, strict=True)):
+            if sent.dtype != own.dtype:
+                found.setdefault(sent.dtype, []).append(number)
+        for dtype, numbers in found.items():
+            log.info("%s to be sent in %s, which every engine keeps", count_of(len(numbers), "tensor"), dtype)
+        self.cast = {dtype: len(numbers) for dtype, numbers in found.items()}
+        return {dtype: tuple(numbers) for dtype, numbers in found.items()}
 
     def kept_links(self, roster: Roster) -> dict[str, Link]:
         """Returns copies of the links to targets that stay when the membership changes."""
@@ -313,7 +346,8 @@ class Plan:
 
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
-        check_fits([link], self._specs)
+        check_fits([link], self._own)
+        self._check_cast(link)
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
         place = self.reach.placement({link.url: link.info})
         near = place.near_hosts(link.info)
@@ -322,6 +356,17 @@ class Plan:
             planned = set(place.reads_on(link.url)) <= set(self._leg_hosts)
         self.reach.choose_late(link, planned=planned)
         self._check(link)
+
+    def _check_cast(self, link: Link) -> None:
+        """Refuses a target that may keep more of a tensor than is sent, which others decided at ``connect``."""
+        kept = {spec.name: spec.dtype for spec in (*link.adapter.specs(), *link.info.optional)}
+        for own, sent in zip(self._own, self._specs, strict=True):
+            if sent.dtype != own.dtype and kept.get(sent.name) != sent.dtype:
+                raise ConfigError(
+                    f"{sent.name} travels in {sent.dtype}, which the engines kept at connect(), and {link.url} keeps "
+                    f"{kept.get(sent.name, 'it in a dtype that is not known')}: it would get rounded values",
+                    hint=f"call retarget() with the targets as they are now, or connect with wire_dtype={own.dtype!r}",
+                )
 
     def _check_still_fits(self, link: Link) -> None:
         """Checks that buckets and handles were planned for an engine like this one."""

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -323,7 +324,9 @@ def _staging(info: EngineInfo) -> Check:
 
 def _memory(info: EngineInfo, bucket_bytes: int | None) -> Check:
     """Checks that the tensors fit into buckets, and the buckets into this machine's memory; the estimate is plan's."""
-    model = f"{count_of(len(info.specs), 'tensor')}, {format_bytes(total_bytes(info.specs))}"
+    kept = Counter(spec.dtype for spec in info.specs).most_common()
+    dtypes = " and ".join(f"{count} in {dtype}" if len(kept) > 1 else f"in {dtype}" for dtype, count in kept)
+    model = f"{count_of(len(info.specs), 'tensor')} {dtypes}, {format_bytes(total_bytes(info.specs))}"
     packing = adapter_for(info).packing
     if bucket_bytes is None:
         bucket_bytes = default_bucket_bytes(info.specs, packing=packing, world_size=1, large=_maps_on_gpus(info))

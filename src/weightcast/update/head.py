@@ -85,7 +85,6 @@ class Head:
         self._verifier = Verifier(self._plan, config, exporter, specs)
         self._config = config
         self._exporter = exporter
-        self._bytes = total_bytes(specs)
         self._roster = roster
         self.sessions = Sessions(self._plan, roster, config)
         self._excluded: set[str] = set()
@@ -586,6 +585,7 @@ class Head:
             self._roster.tried = {one: self._roster.tried[one] for one in kept if one in self._roster.tried}
             changed = self._verifier.served()
         rows = (*self._late.rows, *rows)
+        size_bytes = total_bytes(self._plan.specs)
         seconds = time.monotonic() - self._started
         phases = self._phases | {"other": max(seconds - self._on_head_s, 0.0)}
         phases = {name: round(taken_s, 6) for name, taken_s in phases.items()}
@@ -593,7 +593,7 @@ class Head:
         return UpdateReport(
             version=self.version,
             transport=self._plan.reach.label(self.sessions.links),
-            bytes=min(self.sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
+            bytes=min(self.sessions.sent_bytes, size_bytes) if self._failure is not None else size_bytes,
             buckets=self.sessions.num_buckets,
             seconds=seconds,
             phases=phases,
@@ -603,6 +603,7 @@ class Head:
             unsummed=self._verifier.unsummed,
             resent_bytes=self.sessions.resent_bytes,
             changed_ratio=changed,
+            cast=self._plan.cast,
         )
 
     @contextmanager

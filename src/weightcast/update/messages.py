@@ -11,7 +11,7 @@ from weightcast import errors
 from weightcast.comm.rendezvous import Invited
 from weightcast.errors import ConfigError, TargetError, TargetsFailed, UpdateFailed, WeightcastError
 from weightcast.report import UpdateReport
-from weightcast.wire.layout import Packing
+from weightcast.wire.layout import Packing, TensorSpec
 from weightcast.wire.nccl_settings import NcclSettings
 
 
@@ -74,6 +74,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         served: Highest version that a target serves; None if no target knows its own.
         cells: URLs of the targets in each cell of a transport that has cells.
         resumes: True if a cell that failed may be rebuilt, and buckets then come again.
+        cast: Numbers of the exporter's tensors that are cast before they are sent, by the dtype that engines keep.
     """
 
     failure: Failure | None = None
@@ -94,6 +95,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     served: int | None = None
     cells: tuple[tuple[str, ...], ...] = ()
     resumes: bool = False
+    cast: dict[str, tuple[int, ...]] = {}
+
+    def travelling(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """The exporter's tensors in the dtypes in which they travel."""
+        found = list(specs)
+        for dtype, numbers in self.cast.items():
+            for number in numbers:
+                found[number] = msgspec.structs.replace(found[number], dtype=dtype)
+        return tuple(found)
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

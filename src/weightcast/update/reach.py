@@ -38,7 +38,7 @@ class Reach:
         """Nothing is chosen yet; ``places``, ``hosts`` and ``nccl`` are those of ``Placement``."""
         self._config = config
         self._exporter = exporter
-        self._specs = tuple(specs)
+        self.specs = tuple(specs)  # in the dtypes in which they travel
         self._places = tuple(places)
         self._hosts = tuple(hosts)
         self._nccl = tuple(nccl)
@@ -165,7 +165,7 @@ class Reach:
         try:
             spec = choose_transport("auto", placement, without=left)
             for link in links:
-                check_scattered(link, self._specs, self._config, self._exporter)
+                check_scattered(link, self.specs, self._config, self._exporter)
         except ConfigError as error:
             if way == "auto" or all(one.name in left for one in TRANSPORTS if one.scattered):
                 log.debug("shards are gathered: %s", error)

@@ -625,6 +625,7 @@ class WeightUpdater:
             self._group,
             choice,
             self._head,
+            specs=choice.travelling(self._specs),
             num_mapped=num_mapped,
             verifies=self._config.verify != "none",
             check_finite=checks_finite(self._config, self._exporter.device),
@@ -636,7 +637,7 @@ class WeightUpdater:
         return self._stream
 
     def _layouts_for(self, choice: Choice) -> list[BucketLayout]:
-        return plan_buckets(self._specs, bucket_bytes=choice.bucket_bytes, packing=choice.packing)
+        return plan_buckets(choice.travelling(self._specs), bucket_bytes=choice.bucket_bytes, packing=choice.packing)
 
     def _transact(self) -> UpdateReport:
         """Runs the update that the head has begun."""

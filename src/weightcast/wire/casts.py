@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+import msgspec
 import torch
+
+from weightcast.wire.layout import DTYPES, TensorSpec
 
 _WIDE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
@@ -27,6 +32,35 @@ def why_no_cast(name: str, sent: torch.dtype, kept: torch.dtype) -> str:
 def may_overflow(sent: torch.dtype, kept: torch.dtype) -> bool:
     """True if a finite trained weight may become infinite."""
     return kept == torch.float16 and sent in _WIDE and sent != kept
+
+
+def best_sent(specs: Sequence[TensorSpec], tables: Iterable[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
+    """The tensors in the dtypes in which they are best sent: the smaller float that every engine keeps, or their own.
+
+    The values that arrive are those that the engines would have made of wider ones.  float16 is left to the engines,
+    which tell values that become infinite in it from those that were.
+
+    Args:
+        tables: The tensors of each engine, with the dtypes that it keeps.
+    """
+    kept: dict[str, set[str]] = {}
+    listed = list({id(table): table for table in tables}.values())
+    counts: dict[str, int] = {}
+    for table in listed:
+        for spec in table:
+            kept.setdefault(spec.name, set()).add(spec.dtype)
+            counts[spec.name] = counts.get(spec.name, 0) + 1
+    found: list[TensorSpec] = []
+    for spec in specs:
+        theirs = kept.get(spec.name, ())
+        if len(theirs) == 1 and counts[spec.name] == len(listed):
+            [name] = theirs
+            own, dtype = spec.torch_dtype, DTYPES[name]
+            smaller = own in _WIDE and dtype in _WIDE and dtype.itemsize < own.itemsize
+            if smaller and not may_overflow(own, dtype):
+                spec = msgspec.structs.replace(spec, dtype=name)
+        found.append(spec)
+    return tuple(found)
 
 
 def overflows(values: torch.Tensor) -> torch.Tensor:
