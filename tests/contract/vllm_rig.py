@@ -686,7 +686,7 @@ def one_call() -> dict[str, Any]:
     rpc = lambda method, **more: told.append([method, more["args"]]) or [""]  # noqa: E731
     engine.model_executor = SimpleNamespace(collective_rpc=rpc)
     kind = getattr(engine, core_switch.ASK)()
-    answer = getattr(engine, core_switch.SWITCH_BETWEEN)(True, True, False, True, 5.0, "")
+    answer = getattr(engine, core_switch.SWITCH_BETWEEN)(True, False, True, False, True, 5.0, "")
     return {"kind": kind, "answer": answer, "told": told, "after": scheduler.pause_state.name}
 
 

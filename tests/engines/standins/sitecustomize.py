@@ -15,10 +15,11 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             import torch
 
-            global _library
-            _library = torch.library.Library("torchvision", "DEF")
-            for operator in ("nms", "qnms"):
-                _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            if torch.version.cuda is None:  # else torchvision loads its library
+                global _library
+                _library = torch.library.Library("torchvision", "DEF")
+                for operator in ("nms", "qnms"):
+                    _library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 _library = None
