@@ -100,6 +100,7 @@ def sglang_command(
         "PYTHONPATH": os.pathsep.join(path),
         **({"SGLANG_PLUGINS": "weightcast"} if receiver else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_NCCL_SO_PATH": os.devnull,  # a torch for CUDA brings NCCL, which SGLang would use on a CPU too
         # Without it every rank binds itself to cores of a NUMA node of its own.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks)),
         "HF_HUB_OFFLINE": "1",
