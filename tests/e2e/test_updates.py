@@ -59,8 +59,11 @@ def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport,
 
     assert report.ok
     assert report.transport == transport
-    assert report.buckets > 10
-    assert report.bytes == sum(tensor.nbytes for tensor in toy_weights(seed=version).values())
+    assert report.buckets > 5
+    # The smaller dtype travels if all of them keep it.
+    travels = "bfloat16" if {engine.dtype for engine in chosen} == {"bfloat16"} else "float32"
+    itemsize = getattr(torch, travels).itemsize
+    assert report.bytes == sum(tensor.numel() * itemsize for tensor in toy_weights(seed=version).values())
     for engine, row in zip(chosen, report.targets, strict=True):
         assert serves_whole(engine) == version
         assert (row.url, row.version_before, row.version_after) == (engine.url, before[engine.url], version)
@@ -69,7 +72,7 @@ def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport,
         assert row.ranks == row.digests_matched == len(engine.info().ranks)
         assert row.digest == model_digest(digests_of(version, engine.dtype)) == engine.info().digest
         assert row.not_updated == ()
-    assert report.digest == model_digest(digests_of(version))
+    assert report.digest == model_digest(digests_of(version, travels))
     assert json.loads(report.to_json())["version"] == version
     assert str(version) in str(report)
 
