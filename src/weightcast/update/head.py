@@ -137,7 +137,7 @@ class Head:
         those that targets serve when they are asked.  ``must_be`` is the model digest that the weights must have, if
         they must.  ``only`` has the URLs of the targets that take part; None for all.
         """
-        self.version = max(version, *(tried + 1 for tried in self._roster.tried)) if counts_on else version
+        self.version = max((version, *(tried + 1 for tried in self._roster.tried))) if counts_on else version
         self._counts_on = counts_on
         self.sessions.begin_update()
         for url in self._plan.urls:
@@ -575,8 +575,8 @@ class Head:
         moved_on = any(row.status == "serving" for row in rows)
         for row in rows:
             answer = self._outcomes[row.url].committed
-            digest = answer.digest or None if answer is not None else None
-            self._roster.ended(row, version=self.version, moved_on=moved_on, digest=digest)
+            its_digest = answer.digest or None if answer is not None else None
+            self._roster.ended(row, version=self.version, moved_on=moved_on, digest=its_digest)
         changed = None
         if moved_on:
             self._roster.current = Current(version=self.version, digest=digest)
