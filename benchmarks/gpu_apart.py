@@ -274,7 +274,7 @@ def main() -> int:
     args.shape = family, sizes | (TINY if args.tiny else {})
     run = Run(tiny=args.tiny, limit_s=args.limit_s)
     result: dict[str, Any] = {"what": "engines and a trainer on GPUs that are hidden from each other"}
-    result |= {"command": " ".join(sys.argv), "machine": facts(), "shape": args.shape, "pauses": args.pauses}
+    result |= {"machine": facts(), "shape": args.shape, "pauses": args.pauses}
     result["cards"] = [] if args.tiny else _cards()
 
     def write() -> None:
