@@ -148,7 +148,7 @@ def test_loaded_weights_equal_sent_weights(rig: Rig, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["broadcast", "ipc"])
 def test_steps_arrive_in_order(rig: Rig, way: str) -> None:
-    update(Mixed(seed=1), rig, 8, transport=way)
+    update(Mixed(seed=1), rig, 8, transport=way, pause="abort")
     journal = rig("/rig")["journal"]
     bucket = {"broadcast": "update_weights_from_distributed", "ipc": "update_weights_from_tensor"}[way]
     assert journal.count(bucket) > 1
