@@ -225,7 +225,7 @@ class CheckpointExporter:
         if changed:
             raise WeightcastError(
                 f"{changed[0]} was written or replaced while an update read it, so what was read may be of two "
-                "checkpoints. No engine gets it",
+                "checkpoints. No engine was told to switch to it; one without staging may hold parts of it",
                 hint="update when the checkpoint has been saved, or save each one in a folder of its own",
             )
 

@@ -127,9 +127,9 @@ class PlacedTensors:
             if not all(self.is_tied(tie) for tie in self.ties):
                 return True
             seen = self._all.now()
+            if seen.layout is not self._layout and not all(map(self._fits, self._numbers, self._meshes)):
+                return True
         except (AttributeError, ConfigError, RuntimeError):  # gone, of another kind, or without memory
-            return True
-        if seen.layout is not self._layout and not all(map(self._fits, self._numbers, self._meshes)):
             return True
         if seen.place is not self._place and _without_memory(seen):
             return True

@@ -104,6 +104,11 @@ class Roster:
         self._probes = BackgroundProbe[EngineInfo](lambda url: recognise(self.client(url)))
         self.set_members(targets)
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """URLs of all members, in order."""
+        return tuple(self._members)
+
     def client(self, url: str) -> Client:
         """The client of a member."""
         return self._clients[self._members[url]]
@@ -220,9 +225,9 @@ class Roster:
                 fleet.kept(url)
 
     def opened(self, url: str) -> None:
-        """Records that a session was opened on a member, unless that is known."""
+        """Records that a session was opened on a member, unless that is known, or the member is gone since."""
         with self._lock:
-            if self._fleet.state(url) != "updating":
+            if self._fleet.state(url) not in ("updating", "gone"):
                 self._fleet.opened(url)
 
     def broke_off(self, url: str, reason: str, *, whole: bool) -> None:

@@ -144,7 +144,8 @@ class Head:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
         self._attempts = 0
-        self._outcomes = {url: Outcome() for url in (self._plan.urls if only is None else only)}
+        # After a call that was broken off, the members may be others than those of this plan.
+        self._outcomes = {url: Outcome() for url in (self._roster.urls if only is None else only)}
         self._phases = {}
         self._on_head_s = 0.0
         self._started = time.monotonic()
@@ -203,13 +204,13 @@ class Head:
 
     def open(self, plan: SendPlan) -> AttemptResult:
         """Waits for the sessions that ``begin_open`` asked for, and makes the group."""
-        with self._phase("open"):
-            try:
+        try:
+            with self._phase("open"):
                 if self._failure is not None:
                     raise self._failure
                 self.sessions.open()
-            except WeightcastError as error:
-                return self._fail(error)
+        except WeightcastError as error:
+            return self._fail(error)
         sums_buckets = self._verifier.open(plan, self.sessions.links)
         return AttemptResult(
             sums_buckets=sums_buckets, invited=self.sessions.invited, boxes=self.sessions.wanted_boxes()
@@ -492,7 +493,7 @@ class Head:
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
         if self._counts_on:
             served = [info.version for info in healthy.values() if info.version is not None]
-            self.version = max(self.version, *(version + 1 for version in served))
+            self.version = max((self.version, *(version + 1 for version in served)))
         check_version("version", self.version)
         if self._config.verify == "none":
             self._check_tried()

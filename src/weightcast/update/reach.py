@@ -38,7 +38,7 @@ class Reach:
         """Nothing is chosen yet; ``places``, ``hosts`` and ``nccl`` are those of ``Placement``."""
         self._config = config
         self._exporter = exporter
-        self.specs = tuple(specs)  # in the dtypes in which they travel
+        self._own = self.specs = tuple(specs)  # ``specs``: in the dtypes in which they travel
         self._places = tuple(places)
         self._hosts = tuple(hosts)
         self._nccl = tuple(nccl)
@@ -164,8 +164,9 @@ class Reach:
         left = {*without, *others}
         try:
             spec = choose_transport("auto", placement, without=left)
+            specs = self._own if spec.mapped else self.specs  # what is read in place is not cast
             for link in links:
-                check_scattered(link, self.specs, self._config, self._exporter)
+                check_scattered(link, specs, self._config, self._exporter)
         except ConfigError as error:
             if way == "auto" or all(one.name in left for one in TRANSPORTS if one.scattered):
                 log.debug("shards are gathered: %s", error)

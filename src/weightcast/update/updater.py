@@ -396,7 +396,7 @@ class WeightUpdater:
         self._run("release()", self._let_go)
 
     def _let_go(self) -> None:
-        self._enter()
+        self._enter(looks=False)  # it needs no weights
         if self._head is not None:
             self._head.release()
         if self._stream is not None:
@@ -496,14 +496,14 @@ class WeightUpdater:
             reported, self._events, version=version, transport=self.transport, targets=urls, health=self.health
         )
 
-    def _enter(self) -> bool:
-        """Waits for the other ranks, and looks at the model again if it is not what was planned for.  Collective.
+    def _enter(self, *, looks: bool = True) -> bool:
+        """Waits for the other ranks and, if it ``looks``, plans again for a model that has changed.  Collective.
 
         Returns False on every rank if the choices of the head must be made again, because a call was broken off.
         """
         exporter = self._exporter
         notices = isinstance(exporter, Replanning)
-        looks_again = self._looks_again or (notices and exporter.changed())
+        looks_again = looks and (self._looks_again or (notices and exporter.changed()))
         flags = self._ranks.enter(flags=(_LOOK_AGAIN if looks_again else 0) | (0 if self._settled else _CHOOSE_AGAIN))
         if flags & _LOOK_AGAIN:
             self._look_again()
