@@ -100,6 +100,53 @@ def test_only_a_core_whose_configuration_names_our_backend_gets_our_methods(tmp_
     assert found == [["cache", False], ["cache", False], ["cache", True]]
 
 
+@pytest.mark.parametrize("first", ["", "load_general_plugins()\n"], ids=["core-first", "plug-in-first"])
+def test_a_vllm_that_knows_no_weight_transfer_makes_its_core(tmp_path: Path, first: str) -> None:
+    code = (
+        "import json\n"
+        "from types import SimpleNamespace as S\n"
+        "from vllm.plugins import load_general_plugins\n"
+        f"{first}"
+        "from vllm.v1.engine.core import EngineCore\n"
+        "core = EngineCore(S())  # as in vLLM 0.15\n"
+        "print(json.dumps([core.cache, hasattr(core, 'weightcast_core')]))\n"
+    )
+    assert said(a_vllm(tmp_path, v1__engine__core=CORE), code) == ["cache", False]
+
+
+def test_somebody_who_only_looks_for_a_module_takes_nothing_from_us(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, json, sys\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "before = len(sys.meta_path)\n"
+        "load_general_plugins()\n"
+        "name = 'vllm.distributed.weight_transfer.factory'\n"
+        "looked = importlib.util.find_spec(name) is not None and name not in sys.modules\n"
+        "import vllm.v1.engine.core\n"
+        "from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory\n"
+        "print(json.dumps([looked, 'weightcast' in factory._registry, len(sys.meta_path) - before]))\n"
+    )
+    folder = a_vllm(tmp_path, distributed__weight_transfer__factory=FACTORY, v1__engine__core=CORE)
+    assert said(folder, code) == [True, True, 0]
+
+
+def test_a_module_that_fails_at_first_is_ours_when_it_is_imported_again(tmp_path: Path) -> None:
+    code = (
+        "import json, os\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "try:\n"
+        "    import vllm.distributed.weight_transfer.factory\n"
+        "except KeyError as error:\n"
+        "    failed = str(error)\n"
+        "os.environ['READY'] = '1'\n"
+        "from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory\n"
+        "print(json.dumps([failed, 'weightcast' in factory._registry]))\n"
+    )
+    folder = a_vllm(tmp_path, distributed__weight_transfer__factory=f"import os; os.environ['READY']\n{FACTORY}")
+    assert said(folder, code) == ["'READY'", True]
+
+
 def test_the_backend_is_registered_when_vllm_imports_its_own(tmp_path: Path) -> None:
     code = (
         "import json, sys\n"

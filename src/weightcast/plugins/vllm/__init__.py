@@ -95,20 +95,23 @@ class _AfterImport(MetaPathFinder):
         self._do = do
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Finds the module as others do, and has its loader call the function."""
+        """Finds the module as others do, and has its loader call the function.
+
+        It stays until the module has run: who asks for a spec may only want to know whether there is such a module.
+        """
         if fullname != self._name:
             return None
-        import importlib.util
-
-        sys.meta_path.remove(self)
-        _waiting.discard(self._name)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next((found for find in others if (found := find(fullname, path, target)) is not None), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            _waiting.discard(self._name)
             self._do(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -140,7 +143,8 @@ def _add_methods(module: ModuleType) -> None:
 
     @functools.wraps(initialize)
     def with_ours(core: Any, *arguments: Any, **named: Any) -> Any:
-        if _is_ours(core.vllm_config.weight_transfer_config):
+        # vLLM 0.15 has no such field.
+        if _is_ours(getattr(core.vllm_config, "weight_transfer_config", None)):
             from weightcast.plugins.vllm.core_switch import install
 
             install()
