@@ -26,7 +26,7 @@ NEXT_GENERATION = "weightcast_next_generation"
 _MANAGER = ("vllm.v1.core.kv_cache_manager", "KVCacheManager")
 _GENERATION = "weightcast_generation"  # of a KV cache manager
 _SALT = "weightcast_salt"  # of a request: the generation of its names, and the user's own salt
-_WRAPPED = "_weightcast_generations"
+_WRAPPED = "_weightcast_generations"  # of our ``get_computed_blocks``; a class with another one has no such mark
 
 
 def install(core_class: Any) -> None:
@@ -40,10 +40,9 @@ def install(core_class: Any) -> None:
         manager_class = None
     add = getattr(core_class, "preprocess_add_request", None)
     look_up = getattr(manager_class, "get_computed_blocks", None)
-    if add is not None and look_up is not None and not hasattr(manager_class, _WRAPPED):
+    if add is not None and look_up is not None and not hasattr(look_up, _WRAPPED):
         core_class.preprocess_add_request = _adding(add)
         manager_class.get_computed_blocks = _looking_up(look_up)
-        setattr(manager_class, _WRAPPED, True)
     setattr(core_class, NEXT_GENERATION, next_generation)
 
 
@@ -57,11 +56,15 @@ def next_generation(core: Any, begin: bool = True) -> bool:
         False if this version of vLLM has another prefix cache, which then knows no generations.
     """
     manager = getattr(core.scheduler, "kv_cache_manager", None)
-    if not hasattr(manager, _WRAPPED):
+    if not _knows(manager):
         return False
     if begin:
         setattr(manager, _GENERATION, _generation(manager) + 1)
     return True
+
+
+def _knows(manager: Any) -> bool:
+    return hasattr(getattr(type(manager), "get_computed_blocks", None), _WRAPPED)
 
 
 def _generation(manager: Any) -> int:
@@ -76,7 +79,10 @@ def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM hashes a request's tokens as it makes the request, on a thread beside the scheduler's."""
 
     def preprocess_add_request(core: Any, request: Any) -> Any:
-        generation, salt = _generation(core.scheduler.kv_cache_manager), request.cache_salt
+        manager = getattr(core.scheduler, "kv_cache_manager", None)
+        if not _knows(manager):
+            return add(core, request)
+        generation, salt = _generation(manager), request.cache_salt
         request.cache_salt = _salted(salt, generation)
         made = add(core, request)
         setattr(made[0], _SALT, (generation, salt))
@@ -98,4 +104,5 @@ def _looking_up(look_up: Callable[..., Any]) -> Callable[..., Any]:
             setattr(request, _SALT, (generation, salt))
         return look_up(manager, request, *arguments, **named)
 
+    setattr(get_computed_blocks, _WRAPPED, True)
     return get_computed_blocks
