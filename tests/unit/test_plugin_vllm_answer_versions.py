@@ -138,3 +138,70 @@ def test_other_answers_are_as_they_were(path: str, kind: str, status: int) -> No
 
 def test_an_engine_that_says_no_versions_adds_none() -> None:
     assert answered([[output(0, 5)], [output(0, 4)]], [BOTH], "application/json").json() == json.loads(BOTH)
+
+
+LINES = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"id":"a","choices":null}',
+        b'{"id":"a","choices":[{"text":"a"}]}',
+        b'{"id":"a","choices":[{"index":"0","text":"a"}]}',
+        b'{"id":"a","choices":["a"]}',
+        b"[1, 2]",
+        b"not json",
+        b'{"\xff":1}',
+        b"",
+    ],
+)
+def test_an_answer_of_another_shape_is_sent_as_it_was(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    found = answered([[output(0, 5, (6, 0))]], [body], "application/json")
+    assert (found.status_code, found.content) == (200, body)
+    assert int(found.headers["content-length"]) == len(body)
+    (record,) = caplog.records
+    assert (record.levelname, record.name) == ("WARNING", "weightcast.plugins.vllm")
+    assert "so it is sent as it is, without weight_version" in record.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'data: {"id":"a","choices":null}',
+        b'data: {"id":"a","choices":[{"text":"a","finish_reason":"length"}]}',
+        b'data: {"id":"a","choices":[1]}',
+        b"data: {not json}",
+    ],
+)
+def test_an_event_of_another_shape_is_sent_as_it_was_and_said_once(
+    line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = [line + b"\n\n", LINES + b"\n\n", line + b"\n\n", b"data: [DONE]\n\n"]
+    found = answered([[output(0, 3, (6, 0)), *[output(0, 1, (6, 0))] * 3]], events, "text/event-stream")
+    first, second, third, end = found.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert (first, third, end) == (line, line, b"data: [DONE]")
+    assert json.loads(second.removeprefix(b"data: "))["weight_version"] == 6
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b"\r\r"])
+def test_events_with_other_ends_of_lines_are_sent_at_once(end: bytes) -> None:
+    events = [LINES + end, b"data: [DONE]" + end]
+    sent: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for count, event in enumerate(events, 1):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            assert len(sent) == count, "an event is held back"
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            sent.append(message["body"])
+
+    scope = {"type": "http", "path": "/v1/completions"}
+    asyncio.run(AddsVersions(app)(scope, None, send))  # type: ignore[arg-type]
+    assert b"".join(sent) == b"".join(events)

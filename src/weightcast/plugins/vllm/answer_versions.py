@@ -3,11 +3,14 @@
 ``weight_version`` is the newest version that computed a token of the answer, or of the event of a stream.
 ``weight_versions`` counts the tokens of each version, in order for one choice; a stream has it in a choice's last
 event.  Clients of OpenAI's routes ignore fields that they do not know.
+
+An answer of another shape than OpenAI's is sent as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +18,8 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightcast.plugins.vllm.token_versions import spans
+
+log = logging.getLogger("weightcast.plugins.vllm")
 
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _DATA = b"data: {"
@@ -48,7 +53,7 @@ class Answer:
             await produced.aclose()
 
     def whole(self, body: bytes) -> bytes:
-        """Returns a whole answer with the versions in it."""
+        """Returns a whole answer with the versions in it; ``DecodeError`` if it has another shape."""
         said = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         if "choices" in said:
             choices = msgspec.json.decode(said["choices"], type=list[dict[str, msgspec.Raw]])
@@ -57,7 +62,7 @@ class Answer:
         return msgspec.json.encode(said | _fields(map(self._spans, self._known)))
 
     def event(self, event: bytes) -> bytes:
-        """Returns one event of a stream with the versions in it."""
+        """Returns one event of a stream with the versions in it; ``DecodeError`` if it has another shape."""
         return b"\n".join(self._line(line) if line.startswith(_DATA) else line for line in event.split(b"\n"))
 
     def _line(self, line: bytes) -> bytes:
@@ -103,6 +108,7 @@ class AddsVersions:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Has a request answered, with the versions in the answer if it is one of these routes'."""
@@ -113,17 +119,24 @@ class AddsVersions:
         answer = Answer()
         token = _ANSWER.set(answer)
         try:
-            await self._app(scope, receive, _Edited(answer, send))
+            await self._app(scope, receive, _Edited(answer, send, self._warn))
         finally:
             _ANSWER.reset(token)
 
+    def _warn(self, why: object) -> None:
+        if not self._warned:
+            self._warned = True
+            words = "weightcast: an answer is not as OpenAI's (%s), so it is sent as it is, without weight_version"
+            log.warning(f"{words}; later ones are not logged", why)
+
 
 class _Edited:
-    """An ASGI ``send`` that adds the fields to what passes."""
+    """An ASGI ``send`` that adds the fields to what passes, and gives reasons why it could not to ``warn``."""
 
-    def __init__(self, answer: Answer, send: Send) -> None:
+    def __init__(self, answer: Answer, send: Send, warn: Callable[[object], None]) -> None:
         self._answer = answer
         self._send = send
+        self._warn = warn
         self._start: Message | None = None  # of a whole answer, whose length is not known yet
         self._kind = b""
         self._left = b""
@@ -142,15 +155,25 @@ class _Edited:
             if self._start is not None:
                 if more:
                     return
-                body = self._answer.whole(self._left)
+                body = self._changed(self._answer.whole, self._left)
                 await self._send(_with_length(self._start, len(body)))
+            elif b"\r" in self._left:  # no text has it, since JSON escapes it
+                self._warn("the lines of its stream do not end with a line feed alone")
+                body, self._kind = self._left, b""
             else:
                 *events, left = self._left.split(_END)
                 self._left = left if more else b""
-                whole = b"".join(self._answer.event(event) + _END for event in events)
+                whole = b"".join(self._changed(self._answer.event, event) + _END for event in events)
                 body = whole if more else whole + left
             message = {**message, "body": body}
         await self._send(message)
+
+    def _changed(self, change: Callable[[bytes], bytes], said: bytes) -> bytes:
+        try:
+            return change(said)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._warn(error)
+            return said
 
 
 def _with_length(start: Message, length: int) -> Message:
@@ -177,7 +200,7 @@ def _fields(answers: Iterable[_Spans]) -> dict[str, msgspec.Raw]:
 
 
 def _index(choice: dict[str, msgspec.Raw]) -> int:
-    return msgspec.json.decode(choice["index"], type=int)
+    return msgspec.json.decode(choice.get("index", b"null"), type=int)
 
 
 def _raw(value: Any) -> msgspec.Raw:
