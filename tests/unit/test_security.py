@@ -416,7 +416,7 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "other")
     monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
     parallel = Namespace(data_parallel_size=1)
-    client = Namespace(vllm_config=Namespace(parallel_config=parallel))
+    client = Namespace(generate=None, vllm_config=Namespace(parallel_config=parallel))
     asyncio.run(endpoints.init_state(client, Namespace(openai_serving_models=None), Namespace(api_key=[KEY])))
     for header in ("", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY[:-1]}"):
         for method, route in (
@@ -478,10 +478,50 @@ def test_vllm_without_a_key_warns_at_its_start(args, warns, caplog, monkeypatch)
 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
-    client = Namespace(vllm_config=Namespace(parallel_config=Namespace(data_parallel_size=1)))
+    client = Namespace(generate=None, vllm_config=Namespace(parallel_config=Namespace(data_parallel_size=1)))
     arguments = Namespace(port=8000, **args)
     asyncio.run(Endpoints().init_state(client, Namespace(openai_serving_models=None), arguments))
     assert ("whoever reaches port 8000" in caplog.text) == warns
+
+
+def test_vllm_refuses_a_text_whose_letters_it_would_take_for_keys(monkeypatch):
+    from weightcast.plugins.vllm.endpoints import Endpoints
+
+    monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
+    endpoints, app = Endpoints(), FastAPI()
+    endpoints.attach_router(app)
+    client = Namespace(generate=None, vllm_config=Namespace(parallel_config=Namespace(data_parallel_size=1)))
+    with pytest.raises(ConfigError, match="api_key is a text, and vLLM would take each of its letters") as caught:
+        asyncio.run(endpoints.init_state(client, Namespace(openai_serving_models=None), Namespace(api_key="secret")))
+    assert caught.value.hint == 'give a list: api_key=["..."]'
+    assert "secret" not in str(caught.value)
+    assert Call(app, "GET", "/weightcast/info", [], {"authorization": "Bearer s"}).status == 503
+
+
+def test_lmdeploys_routes_are_not_open_before_its_keys_are_known(monkeypatch):
+    from weightcast.plugins.lmdeploy import server
+
+    def serve(path, backend_config=None, server_name="127.0.0.1", server_port=23333, api_keys=None):
+        return module.create_openai_router(Namespace(async_engine=None))
+
+    served: list[Any] = []
+    module = Namespace(serve=serve, create_openai_router=lambda _: "router", uvicorn=Namespace(run=None))
+    engine = Namespace(ZMQMPEngine=Namespace())
+    folder = "lmdeploy.pytorch.engine.mp_engine"
+    for name in ("lmdeploy", "lmdeploy.serve", "lmdeploy.pytorch", "lmdeploy.pytorch.engine", folder):
+        monkeypatch.setitem(sys.modules, name, Namespace())
+    monkeypatch.setitem(sys.modules, f"{folder}.zmq_engine", engine)
+    monkeypatch.setitem(sys.modules, "lmdeploy.serve.openai", Namespace(api_server=module))
+    monkeypatch.setattr(server, "check_settings", lambda *_: None)
+    monkeypatch.setattr(server, "add_routes", lambda router, engine, folder, keys: served.append(keys))
+    server.patch("")
+    with pytest.raises(ConfigError, match="the hook on serve did not take"):
+        serve("m", api_keys=["a"])  # LMDeploy's own, as somebody has it who imported it before
+    assert served == []
+    config = Namespace(mp_engine_backend="mp")
+    assert module.serve("m", backend_config=config, api_keys=["a"]) == "router"
+    module.serve("m", backend_config=config)
+    assert served == [["a"], []]
 
 
 def test_lmdeploy_tells_its_keys_and_warns_without_one(caplog, monkeypatch):
@@ -492,14 +532,14 @@ def test_lmdeploy_tells_its_keys_and_warns_without_one(caplog, monkeypatch):
     def serve(path, backend_config=None, server_name="0.0.0.0", server_port=23333, api_keys=None):
         return api_keys
 
-    keys: list[str] = []
-    checked = server._checked(serve, "", keys)
+    keys: list[list[str]] = []
+    checked = server._checked(serve, "", keys.append)
     config = Namespace(mp_engine_backend="mp")
     assert checked("m", backend_config=config, api_keys=["a", "", "b"]) == ["a", "", "b"]
-    assert keys == ["a", "b"]
+    assert keys == [["a", "b"]]
     assert caplog.text == ""
     checked("m", backend_config=config)
-    assert keys == []
+    assert keys == [["a", "b"], []]
     assert "listens on 0.0.0.0: whoever reaches port 23333" in caplog.text
     with pytest.raises(ConfigError, match="take each of its letters for a key"):
         checked("m", backend_config=config, api_keys="secret")

@@ -14,11 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fastapi import HTTPException, Request
 
+from weightcast.errors import ConfigError
 from weightcast.runtime.addresses import is_loopback
 
 log = logging.getLogger("weightcast.receiver")
 
 _BEARER = b"bearer"
+
+
+def keys_of(given: object, *, engine: str, setting: str) -> list[str]:
+    """The API keys in an engine's setting: a list, which may have empty keys, or None.
+
+    Raises:
+        ConfigError: It is one text, each letter of which the engine would take for a key.
+    """
+    if isinstance(given, str):
+        words = f"{setting} is a text, and {engine} would take each of its letters for a key"
+        raise ConfigError(words, hint=f'give a list: {setting}=["..."]')
+    return [key for key in given or () if key]  # type: ignore[attr-defined]
 
 
 def warn_if_open(keys: Sequence[str], *, host: str | None, port: int, option: str) -> None:

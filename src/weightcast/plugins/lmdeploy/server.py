@@ -14,13 +14,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from weightcast.errors import ConfigError, EngineFailure, WeightcastError
+from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.lmdeploy import engine_process
 from weightcast.plugins.lmdeploy.endpoints import add_routes
 from weightcast.plugins.lmdeploy.folder import FOLDER, failure_words, write_module_map
 from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, LMDEPLOY, check, check_settings
-from weightcast.receiver.api_keys import warn_if_open
+from weightcast.receiver.api_keys import keys_of, warn_if_open
 
 
 def run() -> None:
@@ -72,13 +72,15 @@ def patch(folder: str) -> None:
     from lmdeploy.serve.openai import api_server
 
     ZMQMPEngine._mp_proc = staticmethod(engine_process.run)
-    keys: list[str] = []
-    api_server.serve = _checked(api_server.serve, folder, keys)
+    keys: list[list[str]] = []
+    api_server.serve = _checked(api_server.serve, folder, keys.append)
     make_router = api_server.create_openai_router
 
     def create_openai_router(server_context: Any) -> Any:
+        if not keys:
+            raise LMDEPLOY.other_version(["the hook on serve did not take"])
         router = make_router(server_context)
-        add_routes(router, server_context.async_engine, folder, keys)
+        add_routes(router, server_context.async_engine, folder, keys[-1])
         return router
 
     api_server.create_openai_router = create_openai_router
@@ -86,8 +88,8 @@ def patch(folder: str) -> None:
     api_server.uvicorn = SimpleNamespace(run=_with_our_routes(api_server.uvicorn.run))
 
 
-def _checked(serve: Callable[..., Any], folder: str, keys: list[str]) -> Callable[..., Any]:
-    """Checks the settings of a server before it starts, and notes its API keys in ``keys``."""
+def _checked(serve: Callable[..., Any], folder: str, note_keys: Callable[[list[str]], None]) -> Callable[..., Any]:
+    """Checks the settings of a server before it starts, and gives its API keys to ``note_keys``."""
 
     @functools.wraps(serve)
     def checked(*arguments: Any, **named: Any) -> Any:
@@ -98,7 +100,8 @@ def _checked(serve: Callable[..., Any], folder: str, keys: list[str]) -> Callabl
         bound = inspect.signature(serve).bind(*arguments, **named)
         bound.apply_defaults()
         given = bound.arguments
-        keys[:] = keys_of(given.get("api_keys"))
+        keys = keys_of(given.get("api_keys"), engine="LMDeploy 0.18", setting="api_keys")
+        note_keys(keys)
         warn_if_open(keys, host=given["server_name"], port=given["server_port"], option="--api-keys")
         if config.mp_engine_backend == "ray":
             from weightcast.plugins.lmdeploy import ray_engine
@@ -107,18 +110,6 @@ def _checked(serve: Callable[..., Any], folder: str, keys: list[str]) -> Callabl
         return serve(*arguments, **named)
 
     return checked
-
-
-def keys_of(given: object) -> list[str]:
-    """The API keys of a server, from its setting ``api_keys``.
-
-    Raises:
-        ConfigError: It is one text, each letter of which LMDeploy would take for a key.
-    """
-    if isinstance(given, str):
-        words = "api_keys is a text, and LMDeploy 0.18 would take each of its letters for a key"
-        raise ConfigError(words, hint='give a list: api_keys=["..."]')
-    return [key for key in given or () if key]  # type: ignore[attr-defined]
 
 
 def _with_our_routes(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.plugins.vllm.stores import store_outside
 from weightcast.receiver.adapter_routes import adapter_routes
-from weightcast.receiver.api_keys import Guard, warn_if_open
+from weightcast.receiver.api_keys import Guard, keys_of, warn_if_open
 from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import Late, weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -104,8 +104,8 @@ class Endpoints(Late):
             self._owner = await found_door(ask, number)
             return
         # As vLLM does: its option takes precedence over its variable.
-        given: Sequence[str | None] = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-        keys = [key for key in given if key]
+        given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        keys = keys_of(given, engine="vLLM", setting="api_key")
         self._guard.accept(keys)
         if getattr(args, "uds", None) is None and getattr(args, "ssl_cert_reqs", 0) != ssl.CERT_REQUIRED:
             warn_if_open(keys, host=getattr(args, "host", None), port=int(getattr(args, "port", 0)), option="--api-key")
