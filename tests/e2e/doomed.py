@@ -41,9 +41,16 @@ def update(urls: list[str], version: int, where: str, number: int, options: dict
     options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": AMPLE_S} | options
     if options.pop("lends", False):
         gather.MIN_LENT_BYTES = 1
-    updater = WeightUpdater.connect(trainer_of(version), urls, **options)
     point, _, count = where.partition(":")
-    POINTS[point](int(count or 0), lambda: os.kill(os.getpid(), number))
+
+    def install() -> None:
+        POINTS[point](int(count or 0), lambda: os.kill(os.getpid(), number))
+
+    if point == "joining":  # which connect does
+        install()
+    updater = WeightUpdater.connect(trainer_of(version), urls, **options)
+    if point != "joining":
+        install()
     try:
         updater.update(version=version)
     except WeightcastError as error:
