@@ -468,10 +468,10 @@ def hook_points() -> dict[str, Any]:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from weightcast.errors import ConfigError
-    from weightcast.plugins.vllm import endpoints
+    from weightcast.plugins.vllm import make_endpoints
     from weightcast.plugins.vllm.hook_points import check_worker
 
-    endpoints()
+    make_endpoints()
     check_worker(CPUWorker)
     check_worker(gpu_worker.Worker)
 
@@ -479,7 +479,7 @@ def hook_points() -> dict[str, Any]:
     core_class = sys.modules["vllm.v1.engine.core"].EngineCore  # type: ignore[attr-defined]
     initialize = core_class._initialize_kv_caches
     del core_class._initialize_kv_caches
-    for check in (endpoints, lambda: check_worker(Other)):
+    for check in (make_endpoints, lambda: check_worker(Other)):
         try:
             check()
         except ConfigError as error:

@@ -355,9 +355,7 @@ def test_all_that_do_not_come_to_the_meeting_are_left_out_at_once(engines, fresh
     join, misled = channel._join, Counter[str]()
 
     async def misdirect(link: Link, invitation: Invitation) -> None:
-        if (
-            link.url in {engine.url for engine in astray} and misled[link.url] < 2
-        ):  # connect, first update
+        if link.url in {engine.url for engine in astray} and misled[link.url] < 2:  # connect, first update
             misled[link.url] += 1
             told = msgspec.structs.replace(invitation.join, token=secrets.token_hex(16))
             invitation = replace(invitation, join=told)

@@ -45,7 +45,7 @@ def register() -> None:
     if plugins is not None and hasattr(plugins, _LOADER):
         _wrap_loader(plugins)
     else:
-        add_routes(endpoints)
+        add_routes(make_endpoints)
 
 
 def asked_for(args: Any) -> bool:
@@ -75,7 +75,7 @@ def share_log_handlers() -> None:
     ours.setLevel(theirs.level)
 
 
-def endpoints() -> Endpoints:
+def make_endpoints() -> Endpoints:
     """Makes vLLM's endpoint plug-in with our routes; ``ConfigError`` if this vLLM cannot have it."""
     from weightcast.plugins.vllm.core_switch import install
     from weightcast.plugins.vllm.endpoints import Endpoints
@@ -165,7 +165,7 @@ class _IfAskedFor:
 
     def attach_router(self, app: Any) -> None:
         if asked_for(app.state.args):
-            self._endpoints = endpoints()
+            self._endpoints = make_endpoints()
             self._endpoints.attach_router(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -188,7 +188,7 @@ def _wrap_loader(plugins: ModuleType) -> None:
     setattr(plugins, _LOADER, load_endpoint_plugins)
 
 
-def add_routes(endpoints: Callable[[], Endpoints]) -> None:
+def add_routes(make: Callable[[], Endpoints]) -> None:
     """Adds our routes to versions of vLLM without endpoint plug-ins (before 0.26), as the API server starts.
 
     Safe to call twice.
@@ -196,10 +196,10 @@ def add_routes(endpoints: Callable[[], Endpoints]) -> None:
     # A server that was started with -m has its module under another name.
     for module in (sys.modules.get(_SERVER), sys.modules.get("__main__")):
         if module is not None and hasattr(module, "build_app") and hasattr(module, "init_app_state"):
-            _wrap(module, endpoints)
+            _wrap(module, make)
 
 
-def _wrap(server: ModuleType, endpoints: Callable[[], Endpoints]) -> None:
+def _wrap(server: ModuleType, make: Callable[[], Endpoints]) -> None:
     if hasattr(server, _DONE):
         return
     build, init = server.build_app, server.init_app_state
@@ -208,7 +208,7 @@ def _wrap(server: ModuleType, endpoints: Callable[[], Endpoints]) -> None:
     def build_app(args: Any, *more: Any, **named: Any) -> Any:
         app = build(args, *more, **named)
         if asked_for(args):
-            app.state.weightcast = endpoints()
+            app.state.weightcast = make()
             app.state.weightcast.attach_router(app)
         return app
 
