@@ -57,7 +57,7 @@ def plan_of(
     nccl: NcclSettings | list[NcclSettings] | None = None,
     **options: Any,
 ) -> Plan:
-    exporter: Any = SimpleNamespace(device=torch.device("cuda:0"))
+    exporter: Any = SimpleNamespace(device=torch.device("cpu" if places[0] == "cpu" else "cuda:0"))
     roster: Any = Roster(infos)
     ours = nccl if isinstance(nccl, list) else [nccl] * len(places)
     targets = [Target(url) for url in infos]
@@ -97,6 +97,20 @@ def test_a_colocated_engine_reads_the_buffer_of_the_rank_on_each_of_its_gpus():
     ranks = tuple(RankInfo(rank=n, pid=n + 1, device=f"GPU-{n}", visible=(f"GPU-{n}",)) for n in range(2))
     info = msgspec.structs.replace(engine("GPU-0", "GPU-1"), ranks=ranks)
     assert plan_of({URL: info}, ["GPU-0", "GPU-1"]).choose().transport == "ipc"
+
+
+@pytest.mark.parametrize("device", ["cpu", ENGINE])
+@pytest.mark.parametrize("asked", ["auto", "ipc"])
+def test_every_engine_on_its_host_reads_the_memory_of_a_trainer_on_a_cpu(asked: Any, device: str):
+    plan = plan_of({URL: engine(device, visible=(ENGINE,))}, ["cpu"], transport=asked)
+    assert plan.choose().transport == "ipc"
+
+
+def test_shards_on_a_cpu_are_read_by_an_engine_on_a_cpu_whatever_gpus_it_sees(monkeypatch):
+    sendable(monkeypatch)
+    infos = {URL: engine("cpu", visible=(ENGINE,))}
+    plan = plan_of(infos, ["cpu", "cpu"], transport="direct", direct_by="memory")
+    assert plan.choose().transport == "direct"
 
 
 @pytest.mark.parametrize("asked", ["ipc", "direct"])
@@ -236,6 +250,23 @@ def test_doctor_says_which_gpus_each_side_sees(monkeypatch):
     monkeypatch.setattr(diagnose, "visible_gpus", lambda: (TRAINER, ENGINE))
     *_, check = diagnose._sharing(engine(ENGINE, visible=(ENGINE,)))
     assert check.text == "possible, by CUDA IPC on 1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "more"),
+    [
+        (ENGINE, (ENGINE,), ": this process sees no GPU, so its weights can only be on the CPU"),
+        (ENGINE, (), ": this process sees no GPU, so its weights can only be on the CPU"),
+        ("cpu", (ENGINE,), ""),
+    ],
+)
+def test_doctor_without_a_gpu_says_that_its_trainer_can_send_through_shared_memory(device, visible, more, monkeypatch):
+    monkeypatch.setattr(diagnose, "visible_gpus", lambda: ())
+    found = engine(device, visible=visible)
+    *_, check = diagnose._sharing(found)
+    assert (check.name, check.level, check.text) == ("ipc", "ok", f"possible, by shared memory{more}")
+    [direct] = diagnose._scattered([check], found)
+    assert direct.text.startswith("shards, memory, ") is (device == "cpu")
 
 
 @pytest.mark.parametrize(("value", "level"), [("0", "ok"), ("1", "warn")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 
 import msgspec
@@ -10,7 +12,7 @@ import torch
 
 from tests.clock import PATIENCE_S, Clock
 from tests.unit.models import FusedModel, differing, specs_of, state, weights_of
-from tests.unit.session_bench import Hooks, Ranks
+from tests.unit.session_bench import Hooks, Ranks, in_thread
 from tests.unit.sessions import Sender
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.receiver import WeightReceiver
@@ -219,6 +221,45 @@ def test_a_lost_lease_ends_only_its_own_session(bench):
     made.tell(second.open)
     made.engine.lease_lost(first.session)
     assert made.engine.holds(second.session)
+
+
+class _Unfair:
+    """A lock that whoever comes first gets last."""
+
+    def __init__(self, lock) -> None:
+        self._lock = lock
+        self.came, self.turn = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.came.is_set():
+            self.came.set()
+            assert self.turn.wait(PATIENCE_S)
+        self._lock.acquire()
+
+    def __exit__(self, *_) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("how_far", ["open", "committed"])
+def test_an_open_that_waits_does_not_end_what_its_trainer_has_begun_since(bench, how_far):
+    made = bench()
+    older, newer = Sender(weights_of(2), version=2), Sender(weights_of(3), version=2)
+    newer.session = newer.session[:16] + older.session[16:]  # of the same trainer
+    newer.open = msgspec.structs.replace(newer.open, session=newer.session)
+    made.engine._busy = lock = _Unfair(made.engine._busy)
+    thread, answers = in_thread(made.engine, older.open)
+    assert lock.came.wait(PATIENCE_S)
+    messages = itertools.chain(newer.transfer(), [newer.commit(proven=True)])
+    for message in itertools.islice(messages, 1 if how_far == "open" else None):
+        made.tell(message)
+    lock.turn.set()
+    thread.join(PATIENCE_S)
+    assert [ack.ok for ack in answers] == [False]
+    assert "its trainer has begun another update since" in answers[0].error
+    assert not made.engine.holds(older.session)
+    for message in messages:
+        made.tell(message)
+    assert made.serves(3)
 
 
 def _until(condition, timeout_s: float = PATIENCE_S) -> None:

@@ -102,8 +102,8 @@ class Placement:
         if not rank.visible or host not in self._trainer_hosts:
             return True
         ranks = self.ranks_on(host) if every else self.fillers_on(host)
-        needed = {self.places[trainer] for trainer in ranks}
-        return needed <= set(rank.visible) if every else not needed.isdisjoint(rank.visible)
+        needed, seen = {self.places[trainer] for trainer in ranks}, {"cpu", *rank.visible}
+        return needed <= seen if every else not needed.isdisjoint(seen)
 
     def all_see(self, *, every: bool = False) -> bool:
         """True if no engine rank is known not to see the trainer's GPUs; as ``sees``."""

@@ -279,12 +279,15 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
         return
     devices = dict.fromkeys(rank.device for rank in info.ranks)
     here = visible_gpus()
-    blind = [rank for rank in info.ranks if rank.visible and not set(here) & set(rank.visible)]
+    if not here and set(devices) != {"cpu"}:
+        yield _ok("ipc", "possible, by shared memory: this process sees no GPU, so its weights can only be on the CPU")
+        return
+    blind = [rank for rank in info.ranks if here and rank.visible and not set(here) & set(rank.visible)]
     if blind:
         yield _warn(
             "ipc",
             f"{info.named(blind[0].rank)} sees only {', '.join(blind[0].visible)}, and this process sees "
-            f"{', '.join(here) or 'no GPU'}: an update takes broadcast",
+            f"{', '.join(here)}: an update takes broadcast",
             hint="for ipc, add the trainer's GPUs to the engine's CUDA_VISIBLE_DEVICES",
         )
         return
@@ -485,6 +488,8 @@ def _legs_from_here(info: EngineInfo, *, mapped: bool) -> str:
 def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
     possible = _deliveries(checks)
+    if not visible_gpus() and set(info.devices) != {"cpu"}:
+        possible["memory"] = False  # engine ranks on GPUs read no shards on a CPU
     for spec in TRANSPORTS:
         if not spec.primitives or spec.name not in info.transports:
             continue
