@@ -106,6 +106,7 @@ class SessionHandler:
         self._session: OpenSession | None = None
         self._last: LastCommit | None = None
         self._joining_unowned = False
+        self._newest = ""  # session of the Open that came last, which may still wait for the lock
         self._announced = Announced(())
         self._fold = ResidentFold()
         self._unannounced = Absent()
@@ -149,8 +150,10 @@ class SessionHandler:
             refused = self._engine.ack(ok=False, error=error_words(error))
             self._events.refused(message, refused, heard)
             return refused
-        if isinstance(message, Open) and self._joining_unowned:
-            self.executor.interrupt("an update begins")
+        if isinstance(message, Open):
+            self._newest = message.session
+            if self._joining_unowned:
+                self.executor.interrupt("an update begins")
         with self._busy, gc_paused():
             try:
                 ack = self._attempt(message)
@@ -300,6 +303,9 @@ class SessionHandler:
         return self._engine.ack(unproven=unproven, **costs(acks))
 
     def _begin(self, message: Open) -> Ack:
+        if message.session != self._newest and same_trainer(message.session, self._newest):
+            # The lock is not fair, and the trainer may have ended while this Open waited for it.
+            raise Refused("its trainer has begun another update since")
         self._end_older(message)  # it may have been opened since this message came
         self._check(message)
         if self._session is not None:  # it is being ended; this Open overtook its Abort
