@@ -19,6 +19,7 @@ from weightcast.comm.http import Client
 from weightcast.comm.tls import client_context, server_context
 from weightcast.config import Target
 from weightcast.errors import ConfigError, TargetLost, TargetUnreachable, WeightcastError
+from weightcast.update import diagnose
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +169,17 @@ def test_certificates_and_host_names_are_always_checked(papers):
     context = client_context(ca_file=papers.ca, cert_file=None, key_file=None)
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+@pytest.mark.parametrize(
+    ("client_ca", "level", "words"),
+    [(True, "ok", "none needed beside the client certificate"), (False, "warn", "cannot be told: ")],
+)
+def test_doctor_says_whether_the_engine_asks_for_the_client_certificate(papers, client_ca, level, words):
+    # Here the server is no engine, which says nothing about certificates.
+    context = server_context(cert_file=papers.server, key_file=None, client_ca_file=papers.ca if client_ca else None)
+    with serving(context) as port:
+        target = Target(f"https://127.0.0.1:{port}", ca_file=papers.ca, cert_file=papers.trainer)
+        check = diagnose._key(Client(target, timeout_s=10.0))
+    assert (check.name, check.level) == ("key", level)
+    assert check.text.startswith(words)

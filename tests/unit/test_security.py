@@ -24,15 +24,25 @@ from starlette.types import Message as AsgiMessage
 from tests.unit.models import weights_of
 from tests.unit.session_bench import Bench, meeting
 from tests.unit.sessions import Sender
+from weightcast.comm.http import Client
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer
 from weightcast.config import Target
-from weightcast.errors import ConfigError, Refused, WeightcastError, WireError
+from weightcast.errors import (
+    ConfigError,
+    Refused,
+    TargetLost,
+    TargetRejected,
+    TargetUnreachable,
+    WeightcastError,
+    WireError,
+)
 from weightcast.receiver import server as routes
 from weightcast.receiver.api_keys import Keys, warn_if_open
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.sources.broadcast import BroadcastSource as GroupsOfARank
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.server import build_app
+from weightcast.update import diagnose
 from weightcast.wire.bucket_sources import BroadcastSource, MemoryHandle
 from weightcast.wire.codec import decode, decode_info, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
@@ -522,6 +532,23 @@ def test_lmdeploys_routes_are_not_open_before_its_keys_are_known(monkeypatch):
     assert module.serve("m", backend_config=config, api_keys=["a"]) == "router"
     module.serve("m", backend_config=config)
     assert served == [["a"], []]
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "words"),
+    [
+        (TargetRejected("wrong key", url="u", status=401), "ok", "accepted"),
+        (TargetRejected("not yours", url="u", status=403), "ok", "accepted"),
+        (TargetRejected("loading", url="u", status=503), "warn", "cannot be told: without it, the engine answers: lo"),
+        (TargetUnreachable("no answer", url="u"), "warn", "cannot be told: without it, the engine answers: no answer"),
+        (TargetLost("reset", url="u"), "warn", "cannot be told: without it, the engine answers: reset"),
+    ],
+)
+def test_doctor_says_that_a_key_was_accepted_only_if_the_engine_refuses_who_has_none(answer, level, words, monkeypatch):
+    monkeypatch.setattr(diagnose, "ask", lambda *_: answer)
+    check = diagnose._key(Client(Target("http://127.0.0.1:1", api_key=KEY), timeout_s=1.0))
+    assert (check.name, check.level) == ("key", level)
+    assert check.text.startswith(words)
 
 
 def test_lmdeploy_tells_its_keys_and_warns_without_one(caplog, monkeypatch):

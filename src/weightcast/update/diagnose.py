@@ -25,6 +25,7 @@ from weightcast.comm.http import Client
 from weightcast.comm.ipc import device_of, host_id, visible_gpus
 from weightcast.comm.nccl import settings_here
 from weightcast.comm.rendezvous import GroupFailed, Rendezvous
+from weightcast.comm.tls import client_distrusted
 from weightcast.comm.update_group import UpdateGroup, local_address_towards
 from weightcast.config import Target
 from weightcast.errors import (
@@ -149,8 +150,16 @@ def _key(client: Client) -> Check:
     """Checks whether the engine asks for a key or a client certificate, and if not, who can reach it."""
     target = client.target
     stranger = dataclasses.replace(target, api_key=None, cert_file=None, key_file=None)
-    if stranger != target and not isinstance(ask(stranger, client.timeout_s), EngineInfo):
-        return _ok("key", "accepted" if target.api_key is not None else "none needed beside the client certificate")
+    if stranger != target:
+        answer = ask(stranger, client.timeout_s)
+        if _turned_away(answer):
+            return _ok("key", "accepted" if target.api_key is not None else "none needed beside the client certificate")
+        if not isinstance(answer, EngineInfo):
+            return _warn(
+                "key",
+                f"cannot be told: without it, the engine answers: {one_line(str(answer))}",
+                hint="run this again when the engine is at rest; if it stays so, look at the engine's log",
+            )
     reached = _reached_from_outside(target)
     if not reached:
         return _ok("key", "none needed; only this host reaches it")
@@ -159,6 +168,13 @@ def _key(client: Client) -> Check:
         f"none needed: whoever reaches {reached} can read and replace the weights",
         hint="start the engine with an API key, or let it listen on 127.0.0.1",
     )
+
+
+def _turned_away(answer: EngineInfo | WeightcastError) -> bool:
+    """True if an engine refused a request because it had no key or no client certificate."""
+    if isinstance(answer, TargetRejected):
+        return answer.status in (401, 403)
+    return isinstance(answer, TargetUnreachable) and answer.hint == client_distrusted(has_certificate=False)[1]
 
 
 def _reached_from_outside(target: Target) -> str:
