@@ -40,8 +40,14 @@ def test_command_lines():
 
 
 def test_trainers_get_the_settings_of_nccl_that_the_server_makes_for_itself():
-    assert sglang_engine("m", receiver=True).trainer_env == {"NCCL_CUMEM_ENABLE": "0"}
-    assert sglang_engine("m", "--enable-symm-mem").trainer_env == {"NCCL_CUMEM_ENABLE": "1"}
+    for arguments, cumem, nvls in (
+        ((), "0", "0"),
+        (("--enable-symm-mem",), "1", "1"),
+        (("--enable-nccl-nvls",), "0", "1"),
+        (("--moe-a2a-backend", "deepep_v2"), "1", "0"),
+    ):
+        found = sglang_engine("m", *arguments, receiver=True).trainer_env
+        assert found == {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": nvls}
     assert vllm_engine("m").trainer_env == {}
     own = EngineKind(command=("serve",), env={"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"})
     assert own.trainer_env == {"NCCL_NVLS_ENABLE": "0"}

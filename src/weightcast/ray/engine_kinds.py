@@ -87,14 +87,21 @@ def sglang_engine(
         *arguments: Further arguments of its command line; ``--enable-memory-saver`` for ``RolloutEngines.sleep``.
         program: Command that starts SGLang, e.g. with the Python of another environment.
         receiver: Whether SGLang loads weightcast's receiver, which must be installed in its environment.
+
+    SGLang sets ``NCCL_CUMEM_ENABLE`` and ``NCCL_NVLS_ENABLE`` from its arguments, and ``nccl`` follows those that are
+    known here.  With others, such as key-value shards or several nodes with multi-node NVLink, it may set other
+    values.  Pass these to the trainers: ``TrainWorkers(..., env={...})``.
     """
+    symmetric = "--enable-symm-mem" in arguments
+    cumem = symmetric or any("deepep_v2" in argument for argument in arguments)
+    nvls = symmetric or "--enable-nccl-nvls" in arguments
     return EngineKind(
         command=(
             *(*program, "--model-path", model, "--host", "{host}", "--port", "{port}", "--tp-size", "{tp}"),
             *arguments,
         ),
         env={"SGLANG_PLUGINS": "weightcast"} if receiver else {},
-        nccl={"NCCL_CUMEM_ENABLE": "1" if "--enable-symm-mem" in arguments else "0"},
+        nccl={"NCCL_CUMEM_ENABLE": str(int(cumem)), "NCCL_NVLS_ENABLE": str(int(nvls))},
         sleep=("/release_memory_occupation",),
         wake=("/resume_memory_occupation",),
         wake_tags="body",

@@ -1,7 +1,8 @@
 """NCCL as one process has it, and what keeps two processes out of one NCCL group.
 
 NCCL reads its variables once in each process.  A group whose members disagree fails while it is made, or at its first
-message, with "unhandled cuda error" and no reason.  So they are compared before.
+message, with "unhandled cuda error" and no reason.  So they are compared before.  NCCL also reads variables from
+``/etc/nccl.conf`` and from the file that ``NCCL_CONF_FILE`` names.  These files are not compared.
 """
 
 from __future__ import annotations
