@@ -118,6 +118,13 @@ def test_seeds_differ_between_rollouts_and_repeat_between_runs() -> None:
             {"weight_versions": [{"version": 2, "tokens": 1}, {"version": 3, "tokens": 1}]},
             "sampled with version 2 and then 3, and the trainer sent version 3 last",
         ),
+        *(
+            (
+                {"choices": [{"token_ids": [], "logprobs": none, "finish_reason": "abort"}], "weight_version": None},
+                "ended a completion before its first token, with finish_reason 'abort'",
+            )
+            for none in (None, {"token_logprobs": []})
+        ),
         ({"choices": []}, "without token ids or log-probabilities"),
         ({"choices": [{"text": "hello"}]}, "without token ids or log-probabilities"),
     ],

@@ -74,6 +74,7 @@ def test_the_line_of_a_commit_has_the_time_of_the_commit_however_late_it_is_writ
     lines(event)
     [record] = lines.records()
     assert record.created == pytest.approx(now - ago_s, abs=60)
+    assert record.funcName == "_committed"
     told = logging.Formatter("%(asctime)s").format(record)
     first, last = (logging.Formatter().formatTime(at_time(record, now - ago_s + more)) for more in (-60, 60))
     assert first < told < last

@@ -125,7 +125,15 @@ class GrpoEngines(UpdateEngines):
         try:
             answer = json.loads(reply)
             [choice] = answer["choices"]
-            tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            tokens = choice["token_ids"]
+            if tokens == [] and answer.get("weight_version") is None:  # vLLM has no version without a token
+                raise TargetRejected(
+                    f"{url} ended a completion before its first token, with finish_reason "
+                    f"{choice.get('finish_reason')!r}",
+                    url=url,
+                    hint="an update or another client may have ended it; ask again",
+                )
+            logprobs = choice["logprobs"]["token_logprobs"]
         except (ValueError, LookupError, TypeError) as error:
             raise TargetRejected(
                 f"{url} answered a completion without token ids or log-probabilities: {reply[:200]!r}",

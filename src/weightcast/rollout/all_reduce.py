@@ -197,8 +197,8 @@ def _share_memory(store: Any, *, rank: int, size: int) -> mmap.mmap | None:
                     segment = mmap.mmap(file.fileno(), num_bytes)
             except OSError as error:
                 _log.warning(
-                    "ranks sum over sockets, which is slower: /dev/shm has no room for %d bytes: %s; give the "
-                    "container more (docker run --shm-size)",
+                    "ranks sum over sockets, which is slower: %d bytes could not be reserved in /dev/shm: %s; if it "
+                    "has no room, give the container more (docker run --shm-size)",
                     num_bytes,
                     error.strerror,
                 )

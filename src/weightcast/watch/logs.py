@@ -171,7 +171,7 @@ def _log_at(
     """Writes a line that has the time of its event, ``at`` on the monotonic clock, and not that of its writing."""
     if not logger.isEnabledFor(level):
         return
-    path, line, function, _ = logger.findCaller()
+    path, line, function, _ = logger.findCaller(stacklevel=2)  # the caller of this function
     record = logger.makeRecord(logger.name, level, path, line, text, values, None, function, extra)
     ago_s = time.monotonic() - at
     record.created -= ago_s
