@@ -70,6 +70,7 @@ class Roster:
 
     def __init__(self, infos: dict[str, EngineInfo]) -> None:
         self.infos = infos
+        self.urls = tuple(infos)
         self.rows: list[Any] = []
         self.current: Any = None
         self.tried: dict[int, str | None] = {}

@@ -307,6 +307,7 @@ def test_an_interrupt_ends_the_session_until_the_next(receiver, model):
 def test_an_interrupt_before_a_meeting_ends_it(receiver):
     place = Rendezvous(host="127.0.0.1", timeout_s=5.0)
     join = Join(
+        session="s",
         group="g",
         host="127.0.0.1",
         port=place.port,
