@@ -61,15 +61,22 @@ def test_memory_of_another_gpu_than_the_message_says_is_refused(monkeypatch):
         assert (attribute, pointer) == (9, memory.data_ptr())
         found._obj.value = lies_on[0]
 
+    def get_range(first: Any, size: Any, pointer: int) -> None:
+        first._obj.value, size._obj.value = memory.data_ptr(), memory.nbytes
+
     monkeypatch.setattr(cuda_driver, "_get_attribute", get_attribute)
+    monkeypatch.setattr(cuda_driver, "_get_range", get_range)
     monkeypatch.setattr(cuda_driver, "current", lambda device: nullcontext())
     owner, reader = torch.device("cuda", 1), CPU  # this machine has no GPU
     with pytest.raises(cuda_driver.DriverError, match="lies on cuda:2, and the message says cuda:1"):
-        cuda_driver.as_tensor(memory.data_ptr(), 10, reader, owner)
+        cuda_driver.as_tensor(memory.data_ptr(), 2, 8, reader, owner)
     lies_on[0] = 1
-    view = cuda_driver.as_tensor(memory.data_ptr(), 10, reader, owner)
+    view = cuda_driver.as_tensor(memory.data_ptr(), 2, 8, reader, owner)
     memory += 1
-    assert torch.equal(view, memory)  # it is no copy
+    assert torch.equal(view, memory[2:])  # it is no copy
+    for part in ((3, 8), (0, 11), (-1, 4)):
+        with pytest.raises(cuda_driver.DriverError, match="the allocation has 10"):
+            cuda_driver.as_tensor(memory.data_ptr(), *part, reader, owner)
 
 
 def test_a_mapping_whose_owner_has_let_the_buffer_go_is_not_read_again():
