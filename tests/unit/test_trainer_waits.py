@@ -45,6 +45,7 @@ def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(bu
         "group": group,
         "head": head,
         "events": SimpleNamespace(),
+        "specs": (),
     }
     stream = BucketStream(
         layouts=layouts, verifies=False, check_finite=False, wait_s=TIMEOUT_S, timeout_s=TIMEOUT_S, **parts
