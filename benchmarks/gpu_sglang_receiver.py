@@ -96,7 +96,7 @@ class Trainer:
     """The model that is pushed, on the device of the servers."""
 
     def __init__(self, name: str, folder: Path, *, tiny: bool) -> None:
-        from tests.tiny import tiny_tokenizer
+        from tests.helpers.tiny import tiny_tokenizer
         from transformers import AutoConfig, AutoModelForCausalLM
 
         family, settings = MODELS[name]

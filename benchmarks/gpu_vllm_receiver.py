@@ -57,9 +57,9 @@ from benchmarks.engine_streams import compare, gaps, load
 from benchmarks.vllm_lora import ALLOWED, Adapters, measure, save_headers
 from benchmarks.vllm_lora import OPTIONS as LORA_OPTIONS
 from benchmarks.vllm_memory import QWEN3_8B, ROOT, Run, Server, asked, await_start, launched
-from tests.answers import ALIKE, agreement
-from tests.fp8_checkpoints import fp8_checkpoint
-from tests.tiny import tiny_tokenizer
+from tests.helpers.answers import ALIKE, agreement
+from tests.helpers.fp8_checkpoints import fp8_checkpoint
+from tests.helpers.tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weightcast import WeightUpdater

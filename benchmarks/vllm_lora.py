@@ -17,7 +17,7 @@ import torch
 from benchmarks.engine_streams import load
 from benchmarks.vllm_memory import Run, Server
 from safetensors.torch import save_file
-from tests.tiny import tiny_tokenizer
+from tests.helpers.tiny import tiny_tokenizer
 from torch import nn
 
 from weightcast import WeightUpdater

@@ -56,7 +56,7 @@ GIB = 1 << 30
 MAKE = """
 import json, sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from tests.tiny import tiny_tokenizer
+from tests.helpers.tiny import tiny_tokenizer
 settings, device = json.loads(sys.argv[1]), sys.argv[2]
 for seed, folder in enumerate(sys.argv[3:]):
     torch.manual_seed(seed)

@@ -1,27 +1,24 @@
-"""Fixtures and hooks that all tests share.  Helpers in this folder can be imported by name."""
+"""Fixtures and hooks that all tests share; what they use is in ``tests/helpers``."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import fork_server
-from tests.scheduling import place_of, scheduler
-from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
+from tests.helpers import fork_server
+from tests.helpers.scheduling import place_of, scheduler
+from tests.helpers.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
 
 if TYPE_CHECKING:
-    from tests.harness import Engine
+    from tests.helpers.harness import Engine
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray's workers would run only where nobody else has work to do: beside two other files their starts took minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -76,7 +73,7 @@ def restored_logger() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def engines() -> Iterator[SimpleNamespace]:
     """Toy engines of every kind, shared by all tests: whoever uses them leaves them serving."""
-    from tests.harness import Engine
+    from tests.helpers.harness import Engine
 
     started = SimpleNamespace(
         one=Engine("--local"),
@@ -96,15 +93,15 @@ def engines() -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def fresh() -> Iterator[object]:
     """Starts engines for one test, which may do to them what it likes."""
-    from tests.harness import Engine
+    from tests.helpers.harness import Engine
 
     yield from _closed_after_the_test(Engine)
 
 
 @pytest.fixture
 def placed() -> Iterator[object]:
-    """As ``fresh``, on another host or out of reach: the first argument is a function of ``tests/placed.py``."""
-    from tests.placed import PlacedEngine
+    """As ``fresh``, on another host or out of reach: the first argument is a function of ``helpers/placed.py``."""
+    from tests.helpers.placed import PlacedEngine
 
     yield from _closed_after_the_test(PlacedEngine)
 

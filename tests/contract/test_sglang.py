@@ -22,7 +22,7 @@ from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
-from tests.sglang_globals import GLOBALS
+from tests.helpers.sglang_globals import GLOBALS
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.wire.layout import DTYPES

@@ -13,7 +13,7 @@ from tests.engines.environment import engine_python
 from tests.engines.forked import run
 from tests.engines.overlays import overlay, receiver_path
 from tests.engines.sglang_server import IMPORTED, OVERLAYS, PLAYED, STANDINS, sglang_command
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.comm.ports import quiet_port
 
 pytestmark = [pytest.mark.engine]

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.clock import AMPLE_S
-from tests.harness import SMALL_BUCKETS, trainer_of
+from tests.helpers.clock import AMPLE_S
+from tests.helpers.harness import SMALL_BUCKETS, trainer_of
 from weightcast import WeightUpdater
 from weightcast.comm.http import Client
 from weightcast.comm.update_group import UpdateGroup

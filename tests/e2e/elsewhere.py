@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.placed import move_to_another_host
+from tests.helpers.placed import move_to_another_host
 from weightcast.__main__ import main as weightcast
 
 

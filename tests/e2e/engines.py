@@ -20,9 +20,9 @@ import httpx
 import psutil
 import torch
 
-from tests.commands import COMMAND, Started, run
 from tests.engines.forked import Forked
-from tests.procs import end
+from tests.helpers.commands import COMMAND, Started, run
+from tests.helpers.procs import end
 
 # The package under test is found as this process found it, installed or not.
 ENVIRONMENT = {

@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 from torch import nn
 
-from tests.clock import PATIENCE_S, wait_until
-from tests.unit.session_bench import Hooks, Ranks
+from tests.helpers.clock import PATIENCE_S, wait_until
+from tests.helpers.session_bench import Hooks, Ranks
 from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id
 from weightcast.receiver.engine_state import EngineFacts

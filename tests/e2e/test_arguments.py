@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.harness import Engine, digests_of, next_version, trainer_of, unnamed_s
-from tests.toy_engine import toy_weights
+from tests.helpers.harness import Engine, digests_of, next_version, trainer_of, unnamed_s
+from tests.helpers.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.module import ModuleExporter

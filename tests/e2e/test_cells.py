@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner, Result
 
-from tests.harness import (
+from tests.helpers.harness import (
     SMALL_BUCKETS,
     Engine,
     ToyTrainer,
@@ -27,8 +27,8 @@ from tests.harness import (
     set_shards,
     trainer_of,
 )
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers.ranks import Ranks
+from tests.helpers.toy_engine import toy_weights
 from weightcast import UpdateFailed, WeightUpdater
 from weightcast.cli.app import app
 from weightcast.comm.trainer_group import TrainerGroup

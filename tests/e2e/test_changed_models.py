@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.e2e.engines import Engine
-from tests.harness import connect, next_version, serves_whole, set_shards, trainer_of
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import connect, next_version, serves_whole, set_shards, trainer_of
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.toy_engine import toy_weights
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
 

@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tests.clock import PATIENCE_S
-from tests.commands import COMMAND, Started
-from tests.commands import run as run_forked
-from tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.commands import COMMAND, Started
+from tests.helpers.commands import run as run_forked
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.cli.app import app
 from weightcast.comm import nixl
 from weightcast.config import parse_size

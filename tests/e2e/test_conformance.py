@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.commands import run
 from tests.e2e.engines import ENVIRONMENT, Engine, engines
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.commands import run
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.lab.conformance import direct, updates
 from weightcast.lab.conformance.engine import EngineUnderTest, Settings

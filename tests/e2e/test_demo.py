@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import commands
-from tests.clock import PATIENCE_S
-from tests.commands import COMMAND
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.test_page import check_alone
+from tests.helpers import commands
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.commands import COMMAND
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from tests.unit.page.test_page import check_alone
 
 STEPS = 2
 

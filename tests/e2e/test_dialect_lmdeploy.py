@@ -11,10 +11,10 @@ import httpx
 import pytest
 import torch
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, engines, weightcast
-from tests.stolen import Inexcusable
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.stolen import Inexcusable
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, UpdateFailed

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.e2e.engines import Engine, engines, weightcast
-from tests.stolen import Inexcusable
-from tests.tiny import greedy, tiny_model
+from tests.helpers.stolen import Inexcusable
+from tests.helpers.tiny import greedy, tiny_model
 from weightcast import Target, WeightUpdater
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, UpdateFailed

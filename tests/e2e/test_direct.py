@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import engines
-from tests.harness import (
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import (
     SMALL_BUCKETS,
     ToyTrainer,
     map_other_memory,
@@ -31,8 +31,8 @@ from tests.harness import (
     share_memory,
     trainer_of,
 )
-from tests.tiny import tiny_model
-from tests.unit.ranks import Ranks
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model
 from weightcast import ConfigError, UpdateFailed, WeightUpdater
 from weightcast.comm import nixl
 from weightcast.comm.group_moves import Move

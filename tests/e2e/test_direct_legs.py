@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.clock import PATIENCE_S
-from tests.harness import ToyTrainer, next_version, on_every_rank
-from tests.hosts import INTERFACE, Host, cannot, enter, hosts
-from tests.placed import SpreadEngine
-from tests.stolen import Inexcusable
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import ToyTrainer, next_version, on_every_rank
+from tests.helpers.hosts import INTERFACE, Host, cannot, enter, hosts
+from tests.helpers.placed import SpreadEngine
+from tests.helpers.ranks import Ranks
+from tests.helpers.stolen import Inexcusable
+from tests.helpers.toy_engine import toy_weights
 from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import model_digest, tensor_digest

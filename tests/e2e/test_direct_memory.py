@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from tests.clock import PATIENCE_S
 from tests.e2e.test_direct import EVERY_WAY, RELAY, SHARDS
-from tests.harness import ToyTrainer, next_version, on_every_rank, share_memory
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import ToyTrainer, next_version, on_every_rank, share_memory
+from tests.helpers.ranks import Ranks
+from tests.helpers.toy_engine import toy_weights
 from weightcast import WeightUpdater
 
 MIB = 1 << 20

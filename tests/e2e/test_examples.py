@@ -21,7 +21,7 @@ from tests.engines.lmdeploy_receiver_server import command as lmdeploy_command
 from tests.engines.sglang_server import STANDINS
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import vllm_command
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.digest.definition import model_digest, tensor_digest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

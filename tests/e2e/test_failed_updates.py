@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import connect, next_version, serves_whole, trainer_of
+from tests.helpers.harness import connect, next_version, serves_whole, trainer_of
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, TargetLost, UpdateFailed, WeightcastError
 from weightcast.transports.link import Link

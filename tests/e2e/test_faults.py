@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.clock import PATIENCE_S
 from tests.e2e import doomed
-from tests.harness import (
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import (
     Engine,
     connect,
     digests_of,
@@ -30,8 +30,8 @@ from tests.harness import (
     trainer_of,
     wait_for,
 )
-from tests.procs import is_stopped
-from tests.unit.ranks import Ranks
+from tests.helpers.procs import is_stopped
+from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.digest.sent import SentDigests
 from weightcast.errors import ConfigError, TargetUnreachable, TrainerRankFailed, UpdateFailed, WeightcastError

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.e2e.served import Served, Weights
-from tests.unit.exports import export
+from tests.helpers.exports import export
 from weightcast import WeightUpdater
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.fp8_formats import Fp8Tensors

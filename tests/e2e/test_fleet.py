@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.harness import connect, next_version, push, serves_whole, trainer_of, wait_for
+from tests.helpers.harness import connect, next_version, push, serves_whole, trainer_of, wait_for
 from weightcast import Target
 from weightcast.errors import ConfigError, TargetUnreachable
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from tests.harness import SMALL_BUCKETS
-from tests.tiny import tiny_model
+from tests.helpers.harness import SMALL_BUCKETS
+from tests.helpers.tiny import tiny_model
 from weightcast.digest.definition import model_digest, tensor_digest
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"

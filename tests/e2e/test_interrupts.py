@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import weightcast
-from tests.harness import connect, free, next_version, process, push, serves_whole, trainer_of
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import connect, free, next_version, process, push, serves_whole, trainer_of
+from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, TrainerRankFailed
 from weightcast.runtime.peak_memory import PeakMemory

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import Engine, connect, next_version, push, serves_whole, trainer_of
+from tests.helpers.harness import Engine, connect, next_version, push, serves_whole, trainer_of
 from weightcast.comm.ipc import SharedBuffer
 from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
 from weightcast.wire.codec import encode

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.clock import PATIENCE_S
 from tests.e2e import engines as reference
 from tests.e2e.test_direct import in_shared_memory, needs_nixl, sharded
-from tests.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of, unnamed_s
-from tests.hosts import become_another_user
-from tests.placed import PlacedEngine, move_to_another_host, needs_root
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of, unnamed_s
+from tests.helpers.hosts import become_another_user
+from tests.helpers.placed import PlacedEngine, move_to_another_host, needs_root
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater
 from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError, UpdateFailed

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import engines
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater
 
 pytestmark = [pytest.mark.slow]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.engines import Engine, engines, push, weightcast
-from tests.tiny import tiny_model
+from tests.helpers.tiny import tiny_model
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 

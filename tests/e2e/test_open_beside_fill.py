@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.clock import PATIENCE_S
 from tests.e2e.served import Served
+from tests.helpers.clock import PATIENCE_S
 from weightcast import WeightUpdater
 from weightcast.errors import WeightcastError
 from weightcast.lab.bench.synthetic import nested

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.clock import PATIENCE_S
 from tests.e2e.test_openai_server import Served, counters, model
-from tiny import VOCAB
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.tiny import VOCAB
 
 __all__ = ["model"]
 PROMPT = [5, 6, 7, 8]

@@ -17,12 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.clock import PATIENCE_S
-from tests.commands import Started
 from tests.e2e.engines import NO_KEEP_ALIVE
-from tests.procs import wait_until_gone
-from tests.server_events import lines_of
-from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.commands import Started
+from tests.helpers.procs import wait_until_gone
+from tests.helpers.server_events import lines_of
+from tests.helpers.tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError
 from weightcast.rollout.launch import ServeConfig, serve
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import ENVIRONMENT, Engine, completion, engines
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.test_page import check_alone
-from tests.unit.test_timeline import check_format
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from tests.unit.page.test_page import check_alone
+from tests.unit.timeline.test_timeline import check_format
 from weightcast.cli.app import app
 
 STOCK = {"dialect": "sglang", "staging": "none", "device": "cpu"}

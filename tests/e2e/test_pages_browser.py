@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import browser
-from tests.harness import connect, next_version, trainer_of
+from tests.helpers import browser
+from tests.helpers.harness import connect, next_version, trainer_of
 from weightcast.lab.bench.page import write_page as write_bench_page
 from weightcast.lab.demo.page import write_page as write_demo_page
 from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, TargetRecord

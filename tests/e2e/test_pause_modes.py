@@ -21,13 +21,13 @@ import psutil
 import pytest
 import torch
 
-from tests.clock import PATIENCE_S, wait_until
 from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
-from tests.harness import BeforeCommit
-from tests.server_events import lines_of
-from tests.stolen import Inexcusable
-from tests.tiny import greedy, tiny_model
-from tests.unit.ranks import Ranks
+from tests.helpers.clock import PATIENCE_S, wait_until
+from tests.helpers.harness import BeforeCommit
+from tests.helpers.ranks import Ranks
+from tests.helpers.server_events import lines_of
+from tests.helpers.stolen import Inexcusable
+from tests.helpers.tiny import greedy, tiny_model
 from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, completion, engines, weightcast
-from tests.harness import wait_for
-from tests.server_events import lines_of
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import wait_for
+from tests.helpers.server_events import lines_of
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater, copy_from_peer
 from weightcast.errors import ConfigError, TargetRejected, TargetsFailed, VerificationFailed, WeightcastError
 from weightcast.update import late as late_targets

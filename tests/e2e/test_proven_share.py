@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Engine, connect, free, next_version, trainer_of
+from tests.helpers.harness import Engine, connect, free, next_version, trainer_of
 from weightcast.errors import UpdateFailed
 
 

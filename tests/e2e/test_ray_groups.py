@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from tests.clock import PATIENCE_S
-from tests.harness import ToyTrainer, share_memory
-from tests.raycluster import cluster  # noqa: F401  a fixture
-from tests.toy_engine import toy_weights
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import ToyTrainer, share_memory
+from tests.helpers.raycluster import cluster  # noqa: F401  a fixture
+from tests.helpers.toy_engine import toy_weights
 from weightcast import ConfigError, TargetUnreachable, TrainerRankFailed
 from weightcast.ray import EngineKind, RolloutEngines, TrainWorkers, colocated, disaggregated
 
@@ -84,7 +84,7 @@ TOY = EngineKind(
     command=(
         sys.executable,
         "-m",
-        "tests.toy_engine",
+        "tests.helpers.toy_engine",
         "--fork",
         "--host",
         "{host}",

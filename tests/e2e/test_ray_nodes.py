@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from tests.clock import PATIENCE_S
-from tests.raycluster import HEAD, HIGH, LOW, three_nodes  # noqa: F401  a fixture
-from tests.unit.test_executor import Echo
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.raycluster import HEAD, HIGH, LOW, three_nodes  # noqa: F401  a fixture
+from tests.process.receiver.test_executor import Echo
 from weightcast.errors import ConfigError
 from weightcast.ray import Bundles, EngineKind, RayExecutor, RolloutEngines
 from weightcast.ray.cluster import named_group

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, push
-from tests.tiny import greedy, tiny_model
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.tiny import greedy, tiny_model
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine
 from tests.e2e.test_relay_hosts import start
-from tests.harness import wait_for
-from tests.hosts import Host, cannot, enter, hosts, show_interfaces
-from tests.tiny import tiny_model
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import wait_for
+from tests.helpers.hosts import Host, cannot, enter, hosts, show_interfaces
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model
 from weightcast import WeightUpdater
 from weightcast.comm import nixl
 from weightcast.digest.definition import tensor_digest

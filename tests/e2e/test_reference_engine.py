@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine, engines, push, shortfall, status, verify, weightcast
-from tests.harness import on_every_rank
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import on_every_rank
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import UpdateReport, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 

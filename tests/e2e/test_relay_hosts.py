@@ -16,9 +16,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import ANSWER_S, ENVIRONMENT, NO_KEEP_ALIVE, Engine
-from tests.hosts import Host, cannot, hosts
-from tests.tiny import tiny_model
-from tests.unit.ranks import Ranks
+from tests.helpers.hosts import Host, cannot, hosts
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model
 from weightcast import WeightUpdater
 from weightcast.digest.definition import tensor_digest
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.test_direct import RELAY, lose_an_engine, sharded
-from tests.harness import next_version, on_every_rank, serves_whole, set_shards
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import next_version, on_every_rank, serves_whole, set_shards
+from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.update.exchange import Exchange
 

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.unit.models import FusedModel, ScalingModel, Weights, differing, specs_of, state, weights_of
-from tests.unit.session_bench import Hooks, Ranks
+from tests.helpers.models import FusedModel, ScalingModel, Weights, differing, specs_of, state, weights_of
+from tests.helpers.session_bench import Hooks, Ranks
 from weightcast import WeightUpdater
 from weightcast.comm.ipc import host_id
 from weightcast.digest.definition import model_digest, tensor_digest

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.harness import (
+from tests.helpers.harness import (
     ToyTrainer,
     connect,
     digests_of,
@@ -20,7 +20,7 @@ from tests.harness import (
     serves_whole,
     trainer_of,
 )
-from tests.unit.ranks import Ranks
+from tests.helpers.ranks import Ranks
 from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.certificates import Authority
-from tests.clock import PATIENCE_S
-from tests.commands import context
 from tests.e2e.engines import Engine, weightcast
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.certificates import Authority
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.commands import context
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests import perfetto_ui
-from tests.clock import PATIENCE_S
-from tests.harness import connect, next_version, trainer_of
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers import perfetto_ui
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import connect, next_version, trainer_of
+from tests.helpers.ranks import Ranks
+from tests.helpers.toy_engine import toy_weights
 from weightcast import Target, UpdateFailed, WeightUpdater
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import MESSAGES, Timeline
@@ -131,7 +131,7 @@ def test_engine_with_another_clock_is_aligned_within_the_stated_error(engine_is,
     """The engine runs in a time namespace, where the monotonic clock is another, as on another host."""
     shift_s = 100_000 if engine_is == "ahead" else -min(300, int(time.monotonic() / 2))  # no clock is below zero
     log = tmp_path / "engine.log"
-    program = "import sys, tests.toy_engine as e; e.main(sys.argv[1:], lambda port: print(port, flush=True))"
+    program = "import sys, tests.helpers.toy_engine as e; e.main(sys.argv[1:], lambda port: print(port, flush=True))"
     command = ["unshare", "-T", "--monotonic", str(shift_s), "--fork", "--kill-child", sys.executable, "-c", program]
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     with log.open("w") as stderr:

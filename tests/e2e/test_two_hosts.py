@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.e2e.test_direct import SHARDS, in_shared_memory, sharded
-from tests.harness import Engine, next_version, on_every_rank, serves_whole, set_shards
-from tests.placed import move_to_host_a, move_to_host_b, move_to_host_c, needs_root
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import Engine, next_version, on_every_rank, serves_whole, set_shards
+from tests.helpers.placed import move_to_host_a, move_to_host_b, move_to_host_c, needs_root
+from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.errors import ConfigError, TrainerRankFailed

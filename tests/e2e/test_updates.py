@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.harness import (
+from tests.helpers.harness import (
     Engine,
     ToyTrainer,
     children,
@@ -28,8 +28,8 @@ from tests.harness import (
     serves_whole,
     trainer_of,
 )
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers.ranks import Ranks
+from tests.helpers.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
 from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm.http import Client

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.harness import connect, free, next_version, serves_whole, trainer_of
+from tests.helpers.harness import connect, free, next_version, serves_whole, trainer_of
 from weightcast.errors import ConfigError
 from weightcast.update.updater import WeightUpdater
 from weightcast.watch.events import Asked

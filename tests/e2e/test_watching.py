@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import ENVIRONMENT, Engine, engines
-from tests.harness import wait_for
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.test_watch_metrics import Series, series
-from tests.unit.tracing import plain, spans_in_memory, tree
+from tests.helpers.harness import wait_for
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tracing import plain, spans_in_memory, tree
+from tests.unit.watch.test_metrics import Series, series
 from weightcast import WeightcastError, WeightUpdater
 from weightcast.watch import Event, PrometheusMetrics
 from weightcast.watch.events import Asked, UpdateEnded

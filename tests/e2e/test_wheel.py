@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.clock import PATIENCE_S
-from tests.installed import closure
-from tests.tiny import tiny_model
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.installed import closure
+from tests.helpers.tiny import tiny_model
 from weightcast.version import __version__
 
 ROOT = Path(__file__).parents[2]

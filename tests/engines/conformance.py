@@ -20,7 +20,7 @@ from tests.e2e.engines import Engine, engines
 from tests.engines.lmdeploy_receiver_server import lmdeploy
 from tests.engines.sglang_server import sglang
 from tests.engines.vllm_server import vllm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.lab.conformance.engine import Settings
 from weightcast.lab.conformance.result import Result, Row

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import VOCAB, in_bfloat16, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import VOCAB, in_bfloat16, tiny_config, tiny_model, tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,

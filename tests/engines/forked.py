@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.procs import Signals
+from tests.helpers.procs import Signals
 
 SERVER = Path(__file__).with_name("forkserver.py")
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-from tests.unit.exports import export, raw
+from tests.helpers.exports import export, raw
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8, Nvfp4
 

@@ -17,7 +17,7 @@ from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import Forked, start
 from tests.engines.overlays import overlay
-from tests.harness import wait_for
+from tests.helpers.harness import wait_for
 
 VERSIONS = ("0.18.0", "0.16.0")
 # `make test` plays the newest version, `make engine-test` all.

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.clock import PATIENCE_S
-from tests.server_events import lines_of
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.server_events import lines_of
 
 _LOADS = ("/v1/loads", "/get_load")
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine
 from tests.e2e.test_relay_hosts import start as start_reference
 from tests.engines import training
@@ -23,10 +22,11 @@ from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.test_vllm_short import said_by
 from tests.engines.vllm_hosts import vllm_on
 from tests.engines.vllm_server import greedy_tokens
-from tests.harness import wait_for
-from tests.hosts import INTERFACE, Host, cannot, enter, hosts
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import wait_for
+from tests.helpers.hosts import INTERFACE, Host, cannot, enter, hosts
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.skipif(bool(cannot()), reason=cannot())]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines.lmdeploy_server import PLAYED, Rig, rig
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.lab.demo.smollm2 import ensure_smollm2

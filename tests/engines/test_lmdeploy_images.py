@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from tests.engines.lmdeploy_server import Rig, rig
-from tests.vision import made
+from tests.helpers.vision import made
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.multi_module import ComposedExporter

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
 from tests.e2e.test_peer_copy import at_first_chunk
 from tests.e2e.test_peer_copy import relay as passing_chunks
@@ -34,10 +33,11 @@ from tests.engines.lmdeploy_receiver_server import (
 )
 from tests.engines.overlays import HOST_WEB, NEWEST_WEB
 from tests.engines.test_sglang_cpu import nudge
-from tests.harness import BeforeCommit, wait_for
-from tests.raycluster import HEAD, HIGH, LOW
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.test_watch_metrics import series
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import BeforeCommit, wait_for
+from tests.helpers.raycluster import HEAD, HIGH, LOW
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from tests.unit.watch.test_metrics import series
 from weightcast import ConfigError, Target, UpdateFailed, WeightUpdater, copy_from_peer
 from weightcast.comm.ports import quiet_port
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.e2e.engines import Engine, weightcast
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.lab.demo.smollm2 import ensure_smollm2

@@ -13,7 +13,7 @@ from tests.e2e.engines import Engine
 from tests.engines.eagle_heads import Weights, after, follow, sglang_head, share
 from tests.engines.sglang_server import generate, sglang
 from tests.engines.test_sglang_cpu import PROMPTS
-from tests.harness import BeforeCommit
+from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 

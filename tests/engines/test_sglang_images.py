@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.e2e.engines import Engine
 from tests.engines.sglang_server import sglang
-from tests.vision import made
+from tests.helpers.vision import made
 from weightcast import WeightUpdater
 from weightcast.errors import WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter

@@ -20,7 +20,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
 from tests.engines.overlays import HOST_WEB, NEWEST_WEB, NIXL
 from tests.engines.sglang_load import Stream, wait_until_waiting
@@ -28,10 +27,11 @@ from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglan
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
 from tests.engines.trainer import update_directly
-from tests.harness import BeforeCommit, wait_for
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
-from tests.unit.test_watch_metrics import series
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import BeforeCommit, wait_for
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from tests.unit.watch.test_metrics import series
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter

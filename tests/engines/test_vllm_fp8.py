@@ -13,8 +13,8 @@ import pytest
 
 from tests.engines import forked
 from tests.engines.vllm_server import IMPORTED, vllm_command
-from tests.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
-from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+from tests.helpers.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
+from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.engine]
 

@@ -27,9 +27,9 @@ from tests.engines.test_vllm_lora import adapted, expected, says, send
 from tests.engines.test_vllm_short import said_by
 from tests.engines.vllm_hosts import SECRET, START_S, engine_of, nodes
 from tests.engines.vllm_server import greedy_tokens
-from tests.hosts import Host, appear_on, cannot, hosts
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
+from tests.helpers.hosts import Host, appear_on, cannot, hosts
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 

@@ -15,7 +15,7 @@ from tests.e2e.engines import Engine, push, verify
 from tests.engines.environment import engine_python
 from tests.engines.overlays import overlay
 from tests.engines.vllm_server import vllm, vllm_command
-from tests.vision import made, says
+from tests.helpers.vision import made, says
 from weightcast import Target, WeightUpdater
 from weightcast.errors import WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter

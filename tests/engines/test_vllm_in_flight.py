@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.clock import PATIENCE_S
 from tests.engines.test_vllm_cpu import SIZES, Served
 from tests.engines.vllm_server import greedy_tokens, vllm, vllm_command
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 

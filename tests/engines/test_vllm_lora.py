@@ -21,7 +21,7 @@ from tests.engines.environment import ROOT
 from tests.engines.expert_adapters import ExpertAdapters, train
 from tests.engines.test_vllm_cpu import COUNT, SIZES
 from tests.engines.vllm_server import vllm, vllm_command
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 from weightcast.exporters.lora_adapter import AdapterExporter
@@ -52,7 +52,7 @@ DOOMED = """
 import os, signal, sys
 import torch
 from tests.engines.test_vllm_lora import adapted
-from tests.tiny import tiny_model
+from tests.helpers.tiny import tiny_model
 from tests.engines.test_vllm_cpu import SIZES
 from weightcast import Target, WeightUpdater
 url, folder = sys.argv[1:]

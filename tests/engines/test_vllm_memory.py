@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 
@@ -50,7 +50,7 @@ def mapped_bytes(engine: Engine) -> list[int]:
 @pytest.mark.parametrize("maps", [False, pytest.param(True, marks=pytest.mark.engine_full)])
 def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_weights(weights, tmp_path, maps) -> None:
     a, b = weights["A"], weights["B"]
-    extension = ["--worker-extension-cls=tests.vllm_mapped.Mapped"] if maps else []
+    extension = ["--worker-extension-cls=tests.helpers.vllm_mapped.Mapped"] if maps else []
 
     def asleep() -> bool:
         return not maps or mapped_bytes(engine) == [0, 0]

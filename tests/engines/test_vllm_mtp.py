@@ -15,7 +15,7 @@ from tests.e2e.engines import push, verify
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS
 from tests.engines.test_vllm_draft import UPDATE, share
 from tests.engines.vllm_server import vllm
-from tests.tiny import VOCAB, greedy, tiny_tokenizer
+from tests.helpers.tiny import VOCAB, greedy, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 

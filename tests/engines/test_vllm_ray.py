@@ -12,8 +12,8 @@ from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.test_vllm_hosts import connect, weights
 from tests.engines.vllm_hosts import START_S, engine_of, is_on, ray_nodes
 from tests.engines.vllm_server import greedy_tokens
-from tests.hosts import cannot, hosts
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.hosts import cannot, hosts
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError, UpdateFailed
 
 pytestmark = [

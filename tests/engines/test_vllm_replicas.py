@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.engines import Engine, push, status, verify
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
 from tests.engines.vllm_server import vllm
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 
 pytestmark = [pytest.mark.engine]

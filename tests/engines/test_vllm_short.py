@@ -22,16 +22,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.clock import AMPLE_S, PATIENCE_S
 from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.overlays import NIXL
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
 from tests.engines.trainer import update_directly, update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.harness import wait_for
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
-from tests.unit.test_watch_metrics import series
+from tests.helpers.clock import AMPLE_S, PATIENCE_S
+from tests.helpers.harness import wait_for
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.unit.watch.test_metrics import series
 from weightcast import Target, WeightUpdater
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import UpdateFailed

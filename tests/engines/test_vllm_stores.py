@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.engines import Engine, push, weightcast
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.tiny import tiny_model, tiny_tokenizer, two_checkpoints
+from tests.helpers.tiny import tiny_model, tiny_tokenizer, two_checkpoints
 
 pytestmark = [pytest.mark.engine]
 

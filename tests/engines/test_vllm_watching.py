@@ -12,7 +12,7 @@ from tests.e2e.engines import push
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.test_vllm_short import check_metrics
 from tests.engines.vllm_server import vllm, vllm_command
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.update.observe import Observer
 

@@ -1,4 +1,4 @@
-"""One rank of a trainer on the CPU, sharded with FSDP2; a function for ``tests.unit.ranks.Ranks``."""
+"""One rank of a trainer on the CPU, sharded with FSDP2; a function for ``tests.helpers.ranks.Ranks``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM
 
-from tests.harness import share_memory
+from tests.helpers.harness import share_memory
 from weightcast import Target, WeightUpdater
 
 

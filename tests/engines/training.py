@@ -1,4 +1,4 @@
-"""One rank of a trainer that keeps training and updating the same engines; functions for ``tests.unit.ranks.Ranks``.
+"""One rank of a trainer that keeps training and updating the same engines; functions for ``tests.helpers.ranks.Ranks``.
 
 ``begin`` comes first and ``end`` last; in between the model and the updater live in the rank's process.
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from tests.harness import on_every_rank
+from tests.helpers.harness import on_every_rank
 from weightcast import Target, WeightUpdater
 from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import UpdateGroup

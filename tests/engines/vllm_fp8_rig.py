@@ -54,8 +54,8 @@ from vllm.model_executor.layers.quantization.online import mxfp8
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import PlatformEnum
 
-from tests.unit.models import buckets_of
-from tests.vllm_held import digest, held
+from tests.helpers.models import buckets_of
+from tests.helpers.vllm_held import digest, held
 from weightcast.comm.ports import quiet_port
 from weightcast.digest.copies import bits
 from weightcast.errors import ConfigError, WeightcastError

@@ -20,8 +20,8 @@ from tests.engines.environment import LISTS, engine_python
 from tests.engines.forked import Forked, start
 from tests.engines.overlays import RAY, RAY_SETTINGS, overlay
 from tests.engines.vllm_server import IMPORTED, as_command, vllm_command
-from tests.hosts import INTERFACE, Host
-from tests.procs import end
+from tests.helpers.hosts import INTERFACE, Host
+from tests.helpers.procs import end
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0

@@ -24,14 +24,14 @@ from typing import Any, Literal
 
 import torch
 
-from tests.commands import context
 from tests.engines.lmdeploy_receiver_server import command as lmdeploy_command
 from tests.engines.sglang_server import sglang_command
 from tests.engines.vllm_server import vllm_command
 from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
-from tests.fork_server import PRELOAD
-from tests.harness import Engine, free, wait_for
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.commands import context
+from tests.helpers.fork_server import PRELOAD
+from tests.helpers.harness import Engine, free, wait_for
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.comm.ports import quiet_port
 from weightcast.digest.definition import tensor_digest
 from weightcast.lab.dialects import routes_of

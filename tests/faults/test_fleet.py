@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.faults.kinds import KINDS
 from tests.faults.wire import Loop, Trap, Wire
-from tests.harness import Engine, next_version, serves_whole, trainer_of, wait_for
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import Engine, next_version, serves_whole, trainer_of, wait_for
+from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import TargetLost, TargetsFailed, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.update import head

@@ -9,14 +9,14 @@ from typing import get_args
 
 import pytest
 
-from tests.commands import parents
 from tests.faults import playing
 from tests.faults.cases import STEPS, all_cases
 from tests.faults.kinds import KINDS
 from tests.faults.playing import play_side_by_side
 from tests.faults.table import BEGIN, END, write_table
 from tests.faults.world import Result, World
-from tests.stolen import Inexcusable
+from tests.helpers.commands import parents
+from tests.helpers.stolen import Inexcusable
 from weightcast.config import DirectBy
 
 pytestmark = pytest.mark.deadlines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import Engine, connect, free, next_version, serves_whole, trainer_of
-from tests.torn import OUT_OF_MEMORY
+from tests.helpers.harness import Engine, connect, free, next_version, serves_whole, trainer_of
+from tests.helpers.torn import OUT_OF_MEMORY
 from weightcast.errors import UpdateFailed
 
 PLACES = {

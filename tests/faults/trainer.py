@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.faults.weights import Weights
-from tests.harness import ToyTrainer, map_other_memory, num_fds, share_memory
+from tests.helpers.harness import ToyTrainer, map_other_memory, num_fds, share_memory
 from weightcast import Target, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.sent import SentDigests

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.toy_engine import toy_weights
+from tests.helpers.toy_engine import toy_weights
 
 Weights = Callable[[int], dict[str, torch.Tensor]]
 

@@ -31,8 +31,8 @@ from tests.faults import trainer
 from tests.faults.cases import IN_TRAINER, OF_SWITCHES, Case
 from tests.faults.kinds import DEADLINES_S, KINDS, WAYS, Kind
 from tests.faults.wire import Loop, Trap, Wire, WireFault
-from tests.harness import Engine, children, next_version, num_fds
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import Engine, children, next_version, num_fds
+from tests.helpers.ranks import Ranks
 from weightcast import Target
 from weightcast.transports.link import margin_s
 from weightcast.update.head import FOLLOW_DEADLINES

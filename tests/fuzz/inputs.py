@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.unit.models import specs_of, weights_of
+from tests.helpers.models import specs_of, weights_of
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, MemoryHandle, RanksMemory
 from weightcast.wire.codec import encode

@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.e2e.engines import Engine
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
 KEY = "sesame"
 CHECKS = (status_code_conformance, content_type_conformance, response_schema_conformance)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.session_bench import Bench
+from tests.helpers.session_bench import Bench
 from weightcast.comm import http
 from weightcast.comm.http_answer import Answer, NoAnswer
 from weightcast.errors import WireError

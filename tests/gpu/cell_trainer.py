@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.gpu.elsewhere import appear_on, claim_other_gpus
 from tests.gpu.sent import Sent
 from tests.gpu.trainer import toy_module
-from tests.harness import on_every_rank
-from tests.toy_engine import toy_weights
+from tests.helpers.harness import on_every_rank
+from tests.helpers.toy_engine import toy_weights
 from weightcast import UpdateFailed, WeightcastError, WeightUpdater
 from weightcast.report import UpdateReport
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.gpu.test_updates_gpu import ENVIRONMENT, digests, info
-from tests.toy_engine import toy_weights
+from tests.helpers.toy_engine import toy_weights
 from weightcast.comm.ports import quiet_port
 from weightcast.digest.definition import tensor_digest
 
@@ -56,7 +56,7 @@ class Engine:
         environment = {} if number in layout.together else {"NCCL_HOSTID": f"engine-{number}"}
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.toy_engine", "--local", f"--devices={layout.engines}"),
+                *(sys.executable, "-m", "tests.helpers.toy_engine", "--local", f"--devices={layout.engines}"),
                 *(f"--rows={ROWS}", "--seed=0", "--grace-s=2", f"--host-id={host}"),
             ],
             stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from tests.tiny import tiny_tokenizer
+from tests.helpers.tiny import tiny_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

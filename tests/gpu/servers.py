@@ -24,7 +24,7 @@ import torch
 
 from tests.gpu.memory import held_bytes, process_tree
 from tests.gpu.test_updates_gpu import train
-from tests.tiny import tiny_tokenizer
+from tests.helpers.tiny import tiny_tokenizer
 from weightcast.comm.ports import quiet_port
 
 START_S = float(os.environ.get("WEIGHTCAST_GPU_START_S", "400"))

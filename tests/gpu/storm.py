@@ -16,7 +16,7 @@ import torch
 
 from tests.gpu.memory import held_bytes
 from tests.gpu.trainer import toy_module
-from tests.toy_engine import toy_weights
+from tests.helpers.toy_engine import toy_weights
 from weightcast import WeightcastError, WeightUpdater
 from weightcast.errors import UpdateFailed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
 STEPS = 3
 

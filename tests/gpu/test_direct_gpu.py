@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.needs import needs
 from tests.gpu.test_updates_gpu import digests, info, start_trainer, toy_engine, train
-from tests.toy_engine import toy_weights
+from tests.helpers.toy_engine import toy_weights
 from weightcast.digest.definition import tensor_digest
 
 pytestmark = [

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.fp8_checkpoints import EXPORTED
 from tests.gpu.needs import needs
-from tests.unit.ranks import Ranks, allocate_slots
+from tests.helpers.fp8_checkpoints import EXPORTED
+from tests.helpers.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import TrainerRankFailed
 from weightcast.exporters.bucketize import bucketize

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.gpu.test_updates_gpu import ENVIRONMENT, digests, info, needs
-from tests.toy_engine import toy_weights
+from tests.helpers.toy_engine import toy_weights
 from weightcast.digest.definition import tensor_digest
 
 pytestmark = [
@@ -41,7 +41,17 @@ class Engine:
 
     def __init__(self, device: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.toy_engine", "--devices", device, "--rows", str(ROWS), "--grace-s", "2"],
+            [
+                sys.executable,
+                "-m",
+                "tests.helpers.toy_engine",
+                "--devices",
+                device,
+                "--rows",
+                str(ROWS),
+                "--grace-s",
+                "2",
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env=ENVIRONMENT,

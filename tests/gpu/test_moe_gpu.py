@@ -20,7 +20,7 @@ import torch
 from tests.gpu.moe import Shape, sharded, zeros
 from tests.gpu.test_reference_engine_gpu import serve
 from tests.gpu.test_updates_gpu import info, needs
-from tests.unit.ranks import Ranks, allocate_slots
+from tests.helpers.ranks import Ranks, allocate_slots
 from weightcast import WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import tensor_digest

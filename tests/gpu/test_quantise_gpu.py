@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.gpu.test_exporters_gpu import export
-from tests.unit.ranks import allocate_slots
+from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import NotFinite

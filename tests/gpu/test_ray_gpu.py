@@ -31,7 +31,7 @@ from tests.gpu.needs import needs
 from tests.gpu.test_lmdeploy_gpu import SITE as LMDEPLOY_SITE
 from tests.gpu.test_vllm_gpu import FLAGS as VLLM_FLAGS
 from tests.gpu.test_vllm_gpu import SITE as VLLM_SITE
-from tests.tiny import tiny_config, tiny_tokenizer
+from tests.helpers.tiny import tiny_config, tiny_tokenizer
 from weightcast.ray import (
     Bundles,
     EngineKind,

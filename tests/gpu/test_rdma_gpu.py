@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
-from tests.commands import context
 from tests.gpu.needs import needs
 from tests.gpu.test_direct_gpu import SHARED, engines, send, weights_of
 from tests.gpu.test_updates_gpu import digests, info, start_trainer, toy_engine
-from tests.toy_engine import toy_weights
+from tests.helpers.commands import context
+from tests.helpers.toy_engine import toy_weights
 from weightcast.comm import nixl
 from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed

@@ -23,7 +23,7 @@ from tests.engines.environment import package_path
 from tests.gpu.servers import PROMPTS, Record, Server, started
 from tests.gpu.test_sglang_gpu import SITE
 from tests.gpu.test_sglang_gpu import pytestmark as needs_sglang
-from tests.harness import BeforeCommit
+from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.config import PauseMode
 from weightcast.errors import ConfigError

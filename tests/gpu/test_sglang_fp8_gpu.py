@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from tests.engines.environment import package_path
-from tests.fp8_checkpoints import EXPORTED, exported_checkpoint
 from tests.gpu.servers import PROMPTS, TOKENS, Record, Server, started
 from tests.gpu.test_sglang_gpu import SITE, Sglang
 from tests.gpu.test_sglang_gpu import pytestmark as needs_sglang
-from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+from tests.helpers.fp8_checkpoints import EXPORTED, exported_checkpoint
+from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import WeightcastError
 from weightcast.exporters.module import ModuleExporter

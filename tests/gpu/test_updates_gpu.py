@@ -33,7 +33,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 @contextmanager
 def toy_engine(*arguments: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.toy_engine", *arguments],
+        [sys.executable, "-m", "tests.helpers.toy_engine", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT | environment,

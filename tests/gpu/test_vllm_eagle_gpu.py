@@ -19,7 +19,7 @@ from tests.engines.eagle_heads import Weights, after, follow, made, share
 from tests.gpu.servers import PROMPTS, Record, Server
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.gpu.test_vllm_gpu import vllm
-from tests.harness import BeforeCommit
+from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 

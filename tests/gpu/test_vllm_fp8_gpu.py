@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from tests.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
 from tests.gpu.servers import Record, Server
 from tests.gpu.test_updates_gpu import PYTHONPATH
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
-from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+from tests.helpers.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
+from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Format
@@ -142,7 +142,7 @@ def test_an_update_is_what_vllm_makes_of_the_same_weights(
 ) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     a, b = checkpoints(tmp_path, family, settings, kind)
-    words = ["--dtype=bfloat16", "--worker-extension-cls=tests.vllm_held.Held", *options]
+    words = ["--dtype=bfloat16", "--worker-extension-cls=tests.helpers.vllm_held.Held", *options]
     eager = family != "qwen3"  # the dense ones with graphs
     common: dict[str, Any] = {"backend": "weightcast", "gpus": [0], "eager": eager, "options": words}
     with (

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from tests.gpu.servers import Record, Server
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.gpu.test_vllm_gpu import vllm
-from tests.vision import made, says
+from tests.helpers.vision import made, says
 from weightcast import WeightUpdater
 from weightcast.config import PauseMode
 

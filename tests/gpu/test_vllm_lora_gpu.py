@@ -16,7 +16,7 @@ from tests.engines.expert_adapters import ExpertAdapters, train
 from tests.gpu.servers import PROMPTS, Record, Server, pushed
 from tests.gpu.test_vllm_gpu import Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
-from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.lora_adapter import AdapterExporter
 

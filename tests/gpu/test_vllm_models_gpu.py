@@ -14,7 +14,7 @@ import pytest
 from tests.gpu.servers import Record, pushed
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
-from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
 pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(500)]
 

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.answers import ALIKE, agreement
 from tests.gpu.servers import Record, Server, models, pushed
 from tests.gpu.test_updates_gpu import PYTHONPATH, digests, info
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
+from tests.helpers.answers import ALIKE, agreement
 
 pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(580)]
 

@@ -19,8 +19,8 @@ from torch import nn
 from tests.gpu.elsewhere import claim_other_gpus
 from tests.gpu.memory import held_bytes
 from tests.gpu.sent import Sent
-from tests.harness import on_every_rank
-from tests.toy_engine import toy_weights
+from tests.helpers.harness import on_every_rank
+from tests.helpers.toy_engine import toy_weights
 from weightcast import Target, WeightcastError, WeightUpdater
 from weightcast.comm.remote_memory import Arena
 from weightcast.report import UpdateReport

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Engine
-from tests.unit.ranks import Ranks
+from tests.helpers.harness import Engine
+from tests.helpers.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.engines import engines
-from tests.harness import Engine, next_version, serves_whole
+from tests.helpers.harness import Engine, next_version, serves_whole
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 from tests.integrations.environment import trainer_python
 from tests.integrations.script import run_script
 from tests.integrations.standins import miles_from_sources
 from tests.integrations.test_standins import NOWHERE, miles_job, miles_job_that_loses_its_engine
-from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
-from tests.unit.ranks import Ranks
 from weightcast.digest.definition import tensor_digest
 from weightcast.integrations.xtuner import UpdateWeighter
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import SMALL_BUCKETS, Engine, digests_of, next_version, serves_whole
+from tests.helpers.harness import SMALL_BUCKETS, Engine, digests_of, next_version, serves_whole
+from tests.helpers.ranks import Ranks
+from tests.helpers.toy_engine import toy_weights
 from tests.integrations.standins import (
     MilesDriver,
     RolloutConfig,
@@ -18,8 +20,6 @@ from tests.integrations.standins import (
     install_xtuner,
     miles_standin,
 )
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
 from weightcast.errors import WeightcastError
 
 OPTIONS = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 30.0}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from tests.integrations.environment import trainer_python
 from tests.integrations.script import run_script
-from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(1500)]
 

@@ -20,8 +20,8 @@ from tests.engines.environment import QUICK, ROOT, engine_python, engine_sources
 from tests.engines.overlays import overlay
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.integrations.script import run_script
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.digest.definition import tensor_digest
 
 pytestmark = [pytest.mark.engine_full]

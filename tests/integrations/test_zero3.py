@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.engines import engines
+from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.integrations.environment import trainer_python
 from tests.integrations.script import run_script
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.digest.definition import tensor_digest
 
 pytestmark = [pytest.mark.engine_full]

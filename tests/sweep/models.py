@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from tests.tiny import VOCAB, tiny_tokenizer
+from tests.helpers.tiny import VOCAB, tiny_tokenizer
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,

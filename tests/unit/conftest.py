@@ -1,3 +1,3 @@
 """Fixtures of several files."""
 
-from tests.unit.session_bench import bench as bench
+from tests.helpers.session_bench import bench as bench

@@ -1,0 +1,288 @@
+"""The compiled sums on a CPU: bit for bit the definition's, whatever the memory, the threads and the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import weightcast
+from tests.unit.digest.test_definition import DTYPES, random_tensor, sum_by_definition, tensors, whole
+from weightcast.digest import on_cpu
+from weightcast.digest.definition import _sums_by_torch, as_unsigned, partial_sums
+from weightcast.digest.jobs import CPU_COLS
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.transfers import PlacedLaunches, can_transfer
+from weightcast.wire.box import Box
+
+# Around the edges of tiles, of narrow tiles, and of rows that are summed four or eight at a time.
+EDGES = [
+    (3, CPU_COLS - 1),
+    (5, CPU_COLS + 3),
+    (1, 2 * CPU_COLS + 1),
+    (2 * CPU_COLS + 1,),
+    (9, 1024),
+    (9, 1025),
+    (8, 1023),
+    (2051, 3),
+    (70000, 1),
+    (1030, 130),
+    (7, 300, 11),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    assert on_cpu.available()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("shape", EDGES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_sums_and_copies_of_every_shape_of_tile(shape, dtype):
+    tensor = random_tensor(shape, dtype, seed=1)
+    goal = random_tensor(shape, dtype, seed=2)
+    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=goal, total=0)], 1)
+    expected = _sums_by_torch([whole(tensor)])
+    assert launches.launch().tolist() == expected.tolist()
+    assert raw(goal) == raw(tensor)
+    assert on_cpu.sums_of([whole(tensor)]).launch().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("cols", [64, 65, 288, 300, 1024], ids=str)
+@pytest.mark.parametrize("spare_bytes", [64, 16, 2])
+def test_copies_to_rows_that_do_or_do_not_begin_with_a_line_of_the_cache(cols, spare_bytes):
+    line = 64
+    row_bytes = -(-2 * cols // line) * line + spare_bytes
+    room = torch.empty(42 * row_bytes + line, dtype=torch.uint8).random_()
+    first = -room.data_ptr() % line + row_bytes
+    target = room[first : first + 40 * row_bytes].view(torch.int16).view(40, -1)[:, :cols]
+    source = random_tensor((40, cols + 3), torch.int16, seed=3)[:, :cols]
+    kept = room.clone()
+    kept[first : first + 40 * row_bytes].view(torch.int16).view(40, -1)[:, :cols] = source
+    piece = Piece(tensor=source, full_shape=(40, cols))
+    sums = on_cpu.Launches([Transfer(piece=piece, target=target, total=0)], 1).launch()
+    assert sums.tolist() == _sums_by_torch([whole(source.contiguous())]).tolist()
+    assert torch.equal(room, kept)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_sums_and_copies_between_memory_of_any_strides(data):
+    full = data.draw(tensors(max_side=9))
+    shape = tuple(full.shape)
+    offset = tuple(data.draw(st.integers(0, size)) for size in shape)
+    box = Box(
+        offset=offset, shape=tuple(data.draw(st.integers(0, n - at)) for n, at in zip(shape, offset, strict=True))
+    )
+    where = tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
+    source = full[where]
+    spare = data.draw(st.integers(0, 3))  # a target whose rows are further apart
+    wide = random_tensor((*shape[:-1], shape[-1] + spare) if shape else shape, full.dtype, seed=5)
+    target = wide[where]
+    kept = wide.clone()
+    transfer = Transfer(piece=Piece(tensor=source, full_shape=shape, box=box), target=target, total=1)
+    if not can_transfer(transfer):
+        return
+    sums = on_cpu.Launches([transfer], 3).launch()
+    contiguous = Piece(tensor=source.contiguous(), full_shape=shape, box=box)
+    assert sums.tolist() == [0, int(_sums_by_torch([contiguous])[0]), 0]
+    kept[where] = source
+    assert raw(wide) == raw(kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_at_any_address(dtype):
+    for shift in range(9):
+        data = bytearray(os.urandom(9 + 96)) if dtype is not torch.bool else bytearray([1, 0] * 53)
+        tensor = torch.frombuffer(data, dtype=dtype, offset=shift, count=96 // dtype.itemsize).view(2, -1)
+        room = torch.zeros(120, dtype=torch.uint8)
+        target = room[8 : 8 + 96].view(dtype).view(2, -1)
+        sums = on_cpu.Launches([Transfer(piece=whole(tensor), target=target, total=0)], 1).launch()
+        assert as_unsigned(int(sums)) == sum_by_definition(tensor)
+        assert bytes(room.tolist()) == bytes(8) + bytes(data[shift : shift + 96]) + bytes(16)
+
+
+@pytest.mark.parametrize("shape", [(9,), (40, 30), (9, 1027), (20, 2048), (3, 5000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_launch_that_looks_sees_every_value_that_is_not_finite(shape, dtype, copies):
+    tensor = torch.randn(shape).to(dtype)
+    target = torch.zeros_like(tensor) if copies else None
+    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=target, total=0)], 1, looks=True)
+    assert launches.launch().tolist() == _sums_by_torch([whole(tensor)]).tolist()
+    assert launches.small
+    flat = tensor.view(-1)
+    for place in {0, 1, 2, 3, tensor.numel() // 2, tensor.numel() - 1}:
+        for value in (math.nan, math.inf, -math.inf):
+            kept, flat[place] = flat[place].clone(), value
+            launches.launch()
+            assert not launches.small
+            flat[place] = kept
+    launches.launch()
+    assert launches.small
+    launches.launch(summed=False)
+    assert not launches.small, "it did not look"
+
+
+def test_launches_of_many_threads_see_a_value_that_is_not_finite():
+    tensor, before = torch.randn(4000, 1024).to(torch.bfloat16), torch.get_num_threads()
+    launches = on_cpu.Launches([Transfer(piece=whole(tensor), total=0)], 1, looks=True)
+    try:
+        torch.set_num_threads(4)
+        launches.launch()
+        assert launches.small
+        tensor[3999, 1000] = math.nan
+        launches.launch()
+        assert not launches.small
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_copies_without_sums():
+    tensor, goal = random_tensor((40, 300), torch.float32), torch.zeros(40, 300)
+    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=goal, total=0)], 1)
+    assert launches.launch(summed=False).tolist() == [0]
+    assert raw(goal) == raw(tensor)
+
+
+def test_any_number_of_threads_gives_the_same():
+    some = [random_tensor(shape, torch.bfloat16, seed=7) for shape in ((900, 4096), (5,), (3, 2_000_001), (1000, 999))]
+    goals = [torch.zeros_like(tensor) for tensor in some]
+    transfers = [Transfer(piece=whole(t), target=g, total=i) for i, (t, g) in enumerate(zip(some, goals, strict=True))]
+    launches = on_cpu.Launches(transfers, len(some))
+    expected = _sums_by_torch([whole(tensor) for tensor in some]).tolist()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            for goal in goals:
+                goal.zero_()
+            assert launches.launch().tolist() == expected
+            assert list(map(raw, goals)) == list(map(raw, some))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_forked_process_sums_with_threads_of_its_own():
+    tensor = random_tensor((4096, 2048), torch.bfloat16)
+    expected = _sums_by_torch([whole(tensor)]).tolist()
+    code = f"""
+import os, torch
+from tests.unit.digest.test_definition import random_tensor, whole
+from weightcast.digest import on_cpu
+assert on_cpu.available()
+tensor = random_tensor((4096, 2048), torch.bfloat16)
+torch.set_num_threads(2)
+launches = on_cpu.sums_of([whole(tensor)])
+assert launches.launch().tolist() == {expected}
+child = os.fork()
+if child == 0:
+    same = launches.launch().tolist() == {expected}
+    os._exit(0 if same else 1)
+_, status = os.waitpid(child, 0)
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_launches_that_are_kept_read_the_memory_anew():
+    tensor = random_tensor((64, 64), torch.bfloat16)
+    launches = PlacedLaunches(tensor.device, 1)
+    made: list[int] = []
+
+    def transfers():
+        made.append(1)
+        return [Transfer(piece=whole(tensor), total=0)]
+
+    def sums():
+        return launches.run("here", transfers).tolist()
+
+    assert sums() == _sums_by_torch([whole(tensor)]).tolist()
+    tensor.copy_(random_tensor((64, 64), torch.bfloat16, seed=9))
+    assert sums() == _sums_by_torch([whole(tensor)]).tolist()
+    assert len(made) == 1
+
+
+def test_memory_that_is_no_rows_of_runs_is_summed_as_well():
+    tensor = random_tensor((30, 50), torch.float32)
+    assert not on_cpu.takes(whole(tensor.t()))
+    assert partial_sums([whole(tensor.t())]).tolist() == _sums_by_torch([whole(tensor.t().contiguous())]).tolist()
+    numbers = torch.view_as_complex(tensor.view(30, 25, 2)).conj()
+    assert as_unsigned(int(partial_sums([whole(numbers)])[0])) == sum_by_definition(numbers.resolve_conj())
+
+
+def test_wrong_machine_code_is_not_used(monkeypatch, caplog):
+    from weightcast.digest import cpu_kernel
+
+    def wrong(*, cached):
+        return lambda *arguments: None
+
+    monkeypatch.setattr(cpu_kernel, "run_tiles", wrong)
+    with caplog.at_level("WARNING"):
+        assert on_cpu._compiled() is None
+    assert "another digest" in caplog.text
+
+
+_SAYS = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+from weightcast.digest import on_cpu
+from weightcast.digest.definition import tensor_digest
+import torch
+found = on_cpu.available()
+print(found, tensor_digest(torch.arange(12, dtype=torch.int16).view(3, 4)))
+"""
+
+
+def _said(folder: Path, **environment: str) -> str:
+    home = {"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", _SAYS], env=home, check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A copy of the package without any machine code."""
+    here = Path(weightcast.__file__).parent
+    shutil.copytree(here, tmp_path / "weightcast", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.mark.wide
+def test_a_machine_where_nothing_can_be_kept_compiles_each_time(installed, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.touch()  # no folder can be made in a file, not even by root
+    (installed / "weightcast" / "digest" / "__pycache__").touch()
+    text = _said(installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
+    assert "compiles at every start" in text
+    assert "True a1fa19993e081a6b" in text
+
+
+@pytest.mark.wide
+def test_machine_code_that_is_cut_short_is_replaced(installed):
+    assert "True a1fa19993e081a6b" in _said(installed)
+    kept = sorted((installed / "weightcast" / "digest" / "__pycache__").glob("*.nb[ci]"))
+    assert len(kept) >= 2
+    for path in kept:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert "a1fa19993e081a6b" in _said(installed)
+
+
+def test_without_numba_the_digest_is_the_same(installed):
+    (installed / "numba.py").write_text("raise ImportError('no numba here')\n")
+    text = _said(installed)
+    assert "weightcast[cpu]" in text
+    assert "False a1fa19993e081a6b" in text

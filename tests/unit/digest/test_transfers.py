@@ -1,0 +1,163 @@
+"""Copying and summing at once, on the CPU: the bytes arrive, and the sums are those of whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.exports import ALONE, CPU, raw
+from tests.helpers.models import FusedModel, ScalingModel, Weights, buckets_of, differing, specs_of, state, weights_of
+from tests.helpers.ranks import allocate_slots
+from tests.unit.receiver import test_loader_replay
+from weightcast.digest import on_cpu, transfers
+from weightcast.digest.bucket_sums import PlanSums
+from weightcast.digest.definition import tensor_digest
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.transfers import PlacedLaunches, can_transfer
+from weightcast.exporters.bucketize import bucketize
+from weightcast.exporters.module import ModuleExporter
+from weightcast.receiver.loader import Loader
+from weightcast.wire.layout import Packing, plan_buckets
+
+OLD, NEW = weights_of(1), weights_of(2)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of transfers of each bucket."""
+    assert on_cpu.available()
+    counts: list[int] = []
+    launches = transfers._launches
+
+    def counting(some, count, device, *, looks):
+        counts.append(len(some))
+        return launches(some, count, device, looks=looks)
+
+    monkeypatch.setattr(transfers, "_launches", counting)
+    return counts
+
+
+def digests(weights: Weights) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("kind", [FusedModel, ScalingModel])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [200, 1000, 1 << 20])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_bytes, tp_size, monkeypatch):
+    for rank in range(tp_size):
+        model, plain = (kind(tp_rank=rank, tp_size=tp_size, dtype=dtype) for _ in range(2))
+        for engine in (model, plain):
+            engine.load_weights(OLD.items())
+        loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
+        if not loader.unstaged_because():
+            loader.stage("device")
+        totals = PlanSums()
+        for weights in (NEW, OLD, NEW):  # both sets of weights, and one of them again
+            loader.begin()
+            sums = [(bucket.layout, loader.load(bucket)) for bucket in buckets_of(weights, bucket_bytes=bucket_bytes)]
+            assert totals.totals(sums).by_name() == digests(weights)
+            loader.commit()
+            plain.load_weights(weights.items())
+            assert differing(model, state(plain)) == []
+
+
+@pytest.mark.parametrize("place", ["device", "host", "none"])
+def test_whatever_changes_between_two_updates(place, at_once):
+    test_loader_replay.test_every_update_is_right_whatever_changes_between_them(place)
+    test_loader_replay.test_parameters_that_have_moved_are_written_where_they_are_now()
+    assert sum(at_once)
+
+
+def test_a_slot_that_is_kept_whole_takes_one_transfer(at_once):
+    model = FusedModel()
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
+    loader.begin()
+    (bucket,) = buckets_of(NEW, bucket_bytes=1 << 20)
+    loader.load(bucket)
+    assert at_once == [len(bucket.layout.slots)]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 3, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+def buckets(model: nn.Module, *, bucket_bytes: int, **options):
+    exporter = ModuleExporter(model, **options)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
+    for bucket in bucketize(exporter, layouts, ALONE, allocate_slots(CPU, bucket_bytes), sources=SourceSums()):
+        assert bucket is not None
+        yield bucket
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 300, 1 << 16])
+def test_a_trainer_sums_what_it_copies(bucket_bytes):
+    torch.manual_seed(4)
+    model = Mixed()
+    found = list(buckets(model, bucket_bytes=bucket_bytes))
+    sums = [(bucket.layout, bucket.sums) for bucket in found if bucket.sums is not None]
+    assert len(sums) == len(found)
+    whole = {name: value.detach() for name, value in model.named_parameters()}
+    assert PlanSums().totals(sums).by_name() == digests(whole)
+
+
+def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
+    works: list[object] = []
+    run = PlacedLaunches.run
+
+    def noting(self, place, *others, **options):
+        works.append((self, place))
+        return run(self, place, *others, **options)
+
+    monkeypatch.setattr(PlacedLaunches, "run", noting)
+    model = nn.Linear(4, 4, bias=False)
+    memory = torch.randn(4, 8)
+    model.weight.data = memory.view(-1)[:16].view(4, 4)
+    exporter = ModuleExporter(model)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=64, packing=Packing())
+    slots = allocate_slots(CPU, 64)
+    for wider in (False, False, True):
+        if wider:
+            model.weight.data = memory[:, :4]  # the address stays
+        (bucket,) = bucketize(exporter, layouts, ALONE, slots)
+        parts = {slot.spec.name: view.clone() for slot, view in bucket.views()}
+        assert torch.equal(parts["weight"], model.weight)
+    first, again, other = works
+    assert first == again
+    assert first != other
+
+
+def test_what_is_cast_is_summed_by_others():
+    model = Mixed()
+    parts: dict[str, bytes] = {}
+    for bucket in buckets(model, bucket_bytes=1 << 16, wire_dtype=torch.bfloat16):
+        assert bucket.sums is None  # of some slots there are none
+        parts |= {slot.spec.name: raw(view) for slot, view in bucket.views()}
+    assert parts == {name: raw(value.bfloat16()) for name, value in model.named_parameters()}
+
+
+def test_what_cannot_be_one_launch():
+    tensor = torch.zeros(4, 6)
+    piece = Piece(tensor=tensor, full_shape=(4, 6))
+    assert can_transfer(Transfer(piece=piece, target=torch.ones(4, 6), total=0))
+    assert not can_transfer(Transfer(piece=piece, target=torch.ones(4, 6, dtype=torch.float64)))
+    assert not can_transfer(Transfer(piece=piece, target=torch.ones(4, 6, device="meta")))
+
+
+def test_sums_of_several_parts_and_copies_alone():
+    tensor = torch.arange(12.0).view(4, 3)
+    goal = torch.zeros(4, 3)
+    some = [
+        Transfer(piece=Piece(tensor=tensor, full_shape=(4, 3)), total=1),
+        Transfer(piece=Piece(tensor=tensor[:2], full_shape=(2, 3)), target=goal[2:]),
+    ]
+    sums = PlacedLaunches(CPU, 2).run("here", lambda: some)
+    assert (sums != 0).tolist() == [False, True]
+    assert goal.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 2], [3, 4, 5]]

@@ -1,0 +1,266 @@
+"""Our part of LMDeploy's API server, without LMDeploy: pauses, sleep and wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from fastapi import APIRouter, HTTPException, Request
+
+from tests.helpers.clock import PATIENCE_S
+from tests.helpers.harness import wait_for
+from tests.helpers.sleep_session import Session
+from weightcast.errors import EngineFailure, Refused
+from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployExecutor, LmdeployHooks
+from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
+from weightcast.plugins.lmdeploy.own_routes import guard_sleep
+from weightcast.receiver.api_keys import Guard
+from weightcast.receiver.lost_ranks import FarRanks
+
+
+class Engine:
+    """The engine process as the API server calls it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+
+    async def _collective_rpc_async(self, call: str, name: str, *arguments: Any) -> Any:
+        assert call == "weightcast_call"
+        self.calls.append((name, *arguments))
+        answer = self.answers.get(name, "")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """The server's event loop, on a thread."""
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, daemon=True)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(PATIENCE_S)
+    made.close()
+
+
+def hooks_of(engine: Engine, loop: asyncio.AbstractEventLoop) -> LmdeployHooks:
+    calls = EngineCalls(engine)
+    calls.set_loop(loop)
+    return LmdeployHooks(SimpleNamespace(is_sleeping=False, sleeping_tags=set()), calls)
+
+
+def test_abort_and_wait_hold_requests_back_and_the_other_modes_do_not(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine()
+    hooks = hooks_of(engine, loop)
+    for mode in ("in_place", "retract"):
+        hooks.pause(mode, PATIENCE_S)
+        assert not hooks.paused
+        hooks.resume()
+    assert engine.calls == []
+    hooks.pause("wait", PATIENCE_S)
+    assert hooks.paused
+    hooks.resume()
+    assert not hooks.paused
+    assert engine.calls == [("pause", "wait", PATIENCE_S), ("resume",)]
+
+
+def test_a_pause_that_fails_says_why_and_can_be_resumed(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine()
+    hooks = hooks_of(engine, loop)
+    engine.answers["pause"] = "the requests that run did not end within 1 s"
+    with pytest.raises(Refused, match="did not end within 1 s"):
+        hooks.pause("wait", 1.0)
+    hooks.resume()
+    assert engine.calls[-1] == ("resume",)
+
+
+def test_an_engine_process_that_is_gone_is_named(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine()
+    hooks = hooks_of(engine, loop)
+    engine.answers["pause"] = RuntimeError("PyTorch ZMQ engine process is not alive.")
+    with pytest.raises(EngineFailure, match="engine process is not alive"):
+        hooks.pause("abort", PATIENCE_S)
+
+
+class AsyncEngine:
+    """LMDeploy's ``AsyncEngine``, as far as it sleeps."""
+
+    def __init__(self) -> None:
+        self.is_sleeping, self.sleeping_tags = False, set[str]()
+        self.levels: list[int] = []
+        self.failure = ""
+
+    async def sleep(self, level: int = 1) -> None:
+        if self.failure:
+            raise RuntimeError(self.failure)
+        self.levels.append(level)
+        self.is_sleeping, self.sleeping_tags = True, {"weights", "kv_cache"}
+
+    def wakeup(self, tags: list[str] | None = None) -> None:
+        wanted = set(tags or self.sleeping_tags)
+        if wanted <= self.sleeping_tags:
+            self.sleeping_tags -= wanted
+        self.is_sleeping = bool(self.sleeping_tags)
+
+
+class Sleeper:
+    """A server with the guard around sleep."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.engine, self.lmdeploy, self.session = loop, Engine(), AsyncEngine(), Session()
+        calls = EngineCalls(self.engine)
+        self.hooks = LmdeployHooks(self.lmdeploy, calls)
+        self.router = APIRouter()
+        self.router.post("/wakeup")(lambda: None)
+        guard_sleep(self.router, self.lmdeploy, self.session, self.hooks, calls, Guard())  # type: ignore[arg-type]
+
+    def sleep(self, level: int = 1) -> None:
+        asyncio.run_coroutine_threadsafe(self.lmdeploy.sleep(level), self.loop).result(PATIENCE_S)
+
+    def wake(self, *tags: str) -> None:
+        query = "&".join(f"tags={tag}" for tag in tags).encode()
+        request = Request({"type": "http", "query_string": query, "headers": []})
+        endpoint: Any = self.router.routes[0]
+        asyncio.run_coroutine_threadsafe(endpoint.endpoint(request), self.loop).result(PATIENCE_S)
+
+    @property
+    def asked(self) -> list[str]:
+        return [call[0] for call in self.engine.calls]
+
+
+def test_requests_are_held_from_the_beginning_of_sleep_until_all_memory_is_back(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    server = Sleeper(loop)
+    server.sleep()
+    assert (server.asked, server.hooks.asleep) == (["pause"], {"weights", "kv_cache"})
+    server.wake("weights")
+    server.hooks.pause("abort", PATIENCE_S)  # an update
+    server.hooks.resume()
+    assert (server.asked, server.hooks.paused) == (["pause"], True)
+    server.wake("weights", "kv_cache")
+    server.wake("weights")
+    assert (server.asked, server.hooks.paused) == (["pause", "resume"], False)
+
+
+def test_engine_without_its_weights_lets_requests_go_on_after_an_update(loop: asyncio.AbstractEventLoop) -> None:
+    server = Sleeper(loop)
+    server.sleep(2)
+    assert server.session.state == "quarantined"
+    server.wake()
+    assert (server.asked, server.hooks.paused, server.hooks.asleep) == (["pause"], True, frozenset())
+    server.hooks.pause("retract", PATIENCE_S)
+    server.hooks.resume()
+    assert (server.asked[-1], server.hooks.paused) == ("resume", False)
+
+
+def test_sleep_that_cannot_be_is_refused_and_requests_go_on(loop: asyncio.AbstractEventLoop) -> None:
+    server = Sleeper(loop)
+    server.engine.answers["pause"] = "the forward that runs did not end within 30 s"
+    with pytest.raises(HTTPException, match="did not end within 30 s") as caught:
+        server.sleep(2)
+    assert (caught.value.status_code, server.asked, server.session.state) == (409, ["pause", "resume"], "serving")
+    assert server.lmdeploy.levels == []
+    server.engine.answers.clear()
+    server.session.busy = True
+    for refused in (server.sleep, server.wake):
+        with pytest.raises(HTTPException, match="being updated by process 1"):
+            refused()
+    server.session.busy = False
+    server.lmdeploy.failure = "no memory on the host"
+    with pytest.raises(EngineFailure, match="no memory on the host"):
+        server.sleep()
+    assert (server.asked[-1], server.hooks.paused) == ("resume", False)
+    server.lmdeploy.failure = ""
+    server.sleep()
+    with pytest.raises(HTTPException, match="sleeps already: weights"):
+        server.sleep()
+    with pytest.raises(HTTPException, match="no memory of LMDeploy is called cache"):
+        server.wake("cache")
+    with pytest.raises(HTTPException, match="the KV cache cannot wake before the weights"):
+        server.wake("kv_cache")
+    assert server.hooks.asleep == {"weights", "kv_cache"}
+
+
+def test_the_rank_that_the_others_ended_because_of_is_named(tmp_path: Path) -> None:
+    executor = LmdeployExecutor.__new__(LmdeployExecutor)
+    FarRanks.__init__(executor)
+    executor._folder, executor.hellos = str(tmp_path), []
+    executor._control = [object(), object()]  # type: ignore[list-item]
+    executor.tp_size = 2
+    note_failure(str(tmp_path), EngineFailure("rank 1 (pid 7) was killed by signal 9", hint="restart the engine"))
+    failure = executor._lost(0, "the answer to Commit")
+    assert str(failure) == "rank 1 (pid 7) was killed by signal 9 (restart the engine), during the answer to Commit"
+    with pytest.raises(EngineFailure, match="rank 1"):
+        executor._check()
+
+
+WATCHED = """
+import multiprocessing, os, sys, threading, time
+from weightcast.plugins.lmdeploy.mp_executor import _watch
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2)]
+for rank in ranks:
+    rank.start()
+over = threading.Event()
+threading.Thread(target=_watch, args=(ranks, over, sys.argv[1]), daemon=True).start()
+print(*(rank.pid for rank in ranks), flush=True)
+if sys.stdin.readline().strip() == "over":
+    over.set()
+    print("said", flush=True)
+    sys.stdin.readline()
+    sys.exit(0)
+time.sleep(600)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def watched(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """An engine process with two ranks."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WATCHED, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_engine_process_ends_with_its_ranks_when_one_is_killed(tmp_path: Path) -> None:
+    process, pids = watched(tmp_path)
+    os.kill(pids[1], signal.SIGKILL)
+    assert process.wait(PATIENCE_S) == 1
+    assert failure_words(str(tmp_path)) == f"rank 1 (pid {pids[1]}) was killed by signal 9 (restart the engine)"
+    wait_for(lambda: not any(map(lives, pids)), "the end of both ranks")
+    process.communicate()
+
+
+def test_rank_that_was_asked_to_end_is_no_failure(tmp_path: Path) -> None:
+    process, pids = watched(tmp_path)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("over\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "said\n"
+    os.kill(pids[0], signal.SIGKILL)
+    wait_for(lambda: not lives(pids[0]), "the end of the rank")
+    process.communicate("end\n", timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert failure_words(str(tmp_path)) == ""

@@ -1,0 +1,69 @@
+"""A read-back of the reference engine lets its steps begin, if it goes on before its weights are proven."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.wire.test_messages import OPEN
+from weightcast.receiver.beside_steps import BesideSteps
+from weightcast.runtime import pace
+from weightcast.runtime.steps import Steps
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Commit, Message, Readback
+
+
+class Reading:
+    """A receiver that reads weights back in two slices."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def apply(self, message: Message) -> RankAck:
+        if isinstance(message, Readback):
+            for part in pace.slices(8, 16):
+                self.said.append(f"slice {part.start}")
+        return RankAck(rank=0, ok=True)
+
+
+class Turns(Steps):
+    """A step begins when it is waited for."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.said = said
+
+    def let_one_begin(self) -> bool:
+        self.said.append("step")
+        with self.one():
+            pass
+        return True
+
+
+@pytest.mark.parametrize(
+    ("running", "reads_back", "expected"),
+    [
+        (True, False, ["step", "step", "slice 0", "step", "slice 4"]),
+        (False, False, ["slice 0"]),  # an idle engine begins no step
+        (True, True, ["slice 0"]),  # and neither does one that is paused until its weights are proven
+    ],
+)
+def test_steps_begin_before_weights_are_read_back(
+    monkeypatch: pytest.MonkeyPatch, running: bool, reads_back: bool, expected: list[str]
+) -> None:
+    monkeypatch.setattr(pace.torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    said: list[str] = []
+    steps = Turns(said)
+    receiver: Any = Reading(said)
+    beside = BesideSteps(receiver, steps)
+    if running:
+        with steps.one():
+            pass
+    beside.apply(Commit(session=OPEN.session, reads_back=reads_back))
+    beside.apply(Readback())
+    assert said == expected

@@ -1,0 +1,271 @@
+"""Prometheus metrics of both halves: the values after events, and the series that are left."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers.watching import A, B, ended, report, row, session_events, started, targets, trainer_events
+from weightcast.errors import ConfigError
+from weightcast.watch import PrometheusMetrics
+from weightcast.watch.engine_metrics import EngineMetrics
+from weightcast.watch.events import StateChanged
+from weightcast.watch.listeners import Events
+
+Series = dict[tuple[str, ...], float]
+
+
+def series(text: str) -> Series:
+    """Every sample of a page by its name and its label values, in the order of their names."""
+    found: Series = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[(sample.name, *(value for _, value in sorted(sample.labels.items())))] = sample.value
+    return found
+
+
+@pytest.fixture
+def trainer():
+    registry = CollectorRegistry()
+    metrics = Events([PrometheusMetrics(registry)])
+
+    def tell(*events: Any) -> Series:
+        for event in events:
+            metrics.emit(event)
+        return series(generate_latest(registry).decode())
+
+    return tell
+
+
+def test_series_of_outcomes_and_states_exist_before_their_first_event(trainer):
+    found = trainer()
+    for outcome in ("succeeded", "partial", "failed"):
+        assert found["weightcast_updates_finished_total", outcome] == 0
+    for state in ("gone", "joining", "updating", "serving", "quarantined"):
+        assert found["weightcast_targets", state] == 0
+    assert found["weightcast_updates_started_total",] == 0
+    assert found["weightcast_last_success_timestamp_seconds",] == 0
+    assert math.isnan(found["weightcast_changed_ratio",])
+
+
+def test_the_share_that_changed_is_that_of_the_last_update(trainer):
+    for ratio in (0.25, 0.75):
+        done = ended("succeeded", msgspec.structs.replace(report(row(A)), changed_ratio=ratio))
+        assert trainer(started(), done)["weightcast_changed_ratio",] == ratio
+    assert math.isnan(trainer(ended("succeeded", report(row(A))))["weightcast_changed_ratio",])
+
+
+def test_an_update_is_counted_with_its_phases_bytes_and_stall(trainer):
+    done = ended("succeeded", report(row(A), row(B, ranks=1, stall_s=0.5)))
+    found = trainer(started(), targets(a="serving", b="serving"), done)
+    assert found["weightcast_updates_started_total",] == 1
+    assert found["weightcast_updates_finished_total", "succeeded"] == 1
+    assert found["weightcast_update_seconds_count", "gather", "ipc"] == 1
+    assert found["weightcast_update_seconds_sum", "gather", "ipc"] == 0.5
+    assert found["weightcast_update_seconds_sum", "total", "ipc"] == 2.0
+    assert ("weightcast_update_seconds_sum", "stall", "ipc") not in found
+    assert found["weightcast_stall_seconds_sum", A] == 0.25
+    assert found["weightcast_stall_seconds_sum", B] == 0.5
+    assert found["weightcast_bytes_total", "ipc"] == 3000  # two ranks and one
+    assert found["weightcast_version", A] == 7
+    assert found["weightcast_targets", "serving"] == 2
+    assert found["weightcast_last_success_timestamp_seconds",] > 1e9
+
+
+def test_an_update_that_runs_is_started_and_not_finished(trainer):
+    found = trainer(started())
+    finished = sum(value for name, value in found.items() if name[0] == "weightcast_updates_finished_total")
+    assert found["weightcast_updates_started_total",] - finished == 1
+
+
+def test_a_target_that_was_quarantined_has_no_version_and_no_bytes(trainer):
+    found = trainer(*trainer_events())
+    assert found["weightcast_updates_finished_total", "partial"] == 1
+    assert (found["weightcast_targets", "serving"], found["weightcast_targets", "quarantined"]) == (1, 1)
+    assert math.isnan(found["weightcast_version", B])
+    assert found["weightcast_bytes_total", "ipc"] == 2000
+    assert found["weightcast_stall_seconds_count", B] == 0
+    assert found["weightcast_last_success_timestamp_seconds",] == 0
+
+
+def test_a_failed_update_without_a_report_counts_as_failed(trainer):
+    found = trainer(started(), ended("failed", error="no target is active"))
+    assert found["weightcast_updates_finished_total", "failed"] == 1
+
+
+def test_series_of_a_target_that_left_are_gone(trainer):
+    trainer(targets(a="serving", b="serving"), ended("succeeded", report(row(A), row(B))))
+    found = trainer(targets(b="serving"))
+    assert not [name for name in found if A in name]
+    assert found["weightcast_version", B] == 7
+    assert found["weightcast_stall_seconds_sum", B] == 0.25
+
+
+def test_ranks_other_than_the_head_register_nothing():
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry, port=1)  # which the head could not listen on
+    events = Events([metrics], rank=3)
+    events.emit(started(rank=3))
+    events.close()
+    assert generate_latest(registry) == b""
+    assert metrics.port is None
+
+
+def test_the_exporter_serves_until_the_updater_closes():
+    metrics = PrometheusMetrics(port=0)
+    events = Events([metrics])
+    events.emit(started())
+    assert metrics.port is not None
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=300) as answer:
+        found = series(answer.read().decode())
+    assert found["weightcast_updates_started_total",] == 1
+    port = metrics.port
+    events.close()
+    events.close()
+    assert metrics.port is None
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert "prometheus" not in " ".join(thread.name for thread in threading.enumerate())
+    again = Events([metrics])  # of the next updater
+    assert metrics.port
+    again.close()
+
+
+def test_a_taken_port_is_refused_by_name():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            Events([PrometheusMetrics(port=port)])
+
+
+def test_one_object_cannot_serve_two_updaters_nor_one_registry_two_objects():
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry)
+    events = Events([metrics])
+    with pytest.raises(ConfigError, match="another updater"):
+        Events([metrics])
+    with pytest.raises(ConfigError, match="cannot be registered"):
+        Events([PrometheusMetrics(registry)])
+    events.close()
+
+
+@pytest.fixture
+def engine():
+    registry = CollectorRegistry()
+    metrics = Events([EngineMetrics(registry, model_name="m", version=6)])
+
+    def tell(*events: Any) -> Series:
+        for event in events:
+            metrics.emit(event)
+        return series(generate_latest(registry).decode())
+
+    return tell
+
+
+def test_an_engine_that_has_had_no_update_says_what_it_serves(engine):
+    found = engine()
+    assert found["weightcast_engine_version", "m"] == 6
+    assert found["weightcast_engine_state", "m", "serving"] == 1
+    assert found["weightcast_engine_state", "m", "quarantined"] == 0
+    assert found["weightcast_engine_updates_finished_total", "m", "committed"] == 0
+
+
+def test_a_committed_session_is_counted_with_the_phases_of_its_slowest_rank(engine):
+    found = engine(*session_events(), StateChanged(state="serving", version=7, at=7.0))
+    assert found["weightcast_engine_updates_started_total", "m"] == 1
+    assert found["weightcast_engine_updates_finished_total", "m", "committed"] == 1
+    assert found["weightcast_engine_received_bytes_total", "m", "ipc"] == 1000
+    assert found["weightcast_engine_update_seconds_sum", "m", "wire", "ipc"] == pytest.approx(0.2)
+    assert found["weightcast_engine_update_seconds_sum", "m", "load", "ipc"] == pytest.approx(0.3)
+    assert found["weightcast_engine_update_seconds_sum", "m", "pause", "ipc"] == pytest.approx(0.1)
+    assert found["weightcast_engine_update_seconds_sum", "m", "total", "ipc"] == pytest.approx(1.5)
+    assert found["weightcast_engine_stall_seconds_sum", "m"] == pytest.approx(0.4)
+    assert found["weightcast_engine_version", "m"] == 7
+    assert found["weightcast_engine_last_update_timestamp_seconds", "m"] > 1e9
+
+
+@pytest.mark.parametrize("outcome", ["aborted", "quarantined"])
+def test_a_session_without_a_commit_has_an_outcome_and_no_duration(engine, outcome):
+    found = engine(*session_events(outcome), StateChanged(state="quarantined", version=None, at=7.0))
+    assert found["weightcast_engine_updates_finished_total", "m", outcome] == 1
+    assert not [name for name in found if name[0].startswith("weightcast_engine_update_seconds")]
+    assert found["weightcast_engine_state", "m", "quarantined"] == 1
+    assert found["weightcast_engine_state", "m", "serving"] == 0
+    assert math.isnan(found["weightcast_engine_version", "m"])
+
+
+MULTIPROCESS = """
+from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
+from tests.helpers.watching import session_events, targets, trainer_events
+from weightcast.watch import PrometheusMetrics
+from weightcast.watch.engine_metrics import EngineMetrics
+from weightcast.watch.listeners import Events
+
+events = Events([PrometheusMetrics(), EngineMetrics(REGISTRY, model_name="m", version=6)])
+for event in [*trainer_events(), *session_events(), targets(b="serving")]:
+    events.emit(event)
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_in_multiprocess_mode_nothing_is_labelled_with_a_process(tmp_path):
+    environment = os.environ | {
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    pages = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", MULTIPROCESS], env=environment, capture_output=True, text=True
+        )
+        for _ in range(2)  # a process that was started again, as an API server is
+    ]
+    assert [page.returncode for page in pages] == [0, 0], pages[0].stderr + pages[1].stderr
+    assert len(list(Path(tmp_path).glob("gauge_mostrecent_*.db"))) == 2
+    assert "pid=" not in pages[1].stdout
+    found = series(pages[1].stdout)
+    assert found["weightcast_updates_started_total",] == 2  # counters of both processes
+    assert found["weightcast_targets", "serving"] == 1  # gauges of the last one
+    assert math.isnan(found["weightcast_version", A])  # a series cannot be removed in this mode
+    assert found["weightcast_version", B] == 7
+    assert found["weightcast_engine_update_seconds_count", "m", "total", "ipc"] == 2
+    assert found["weightcast_engine_state", "m", "serving"] == 1
+
+
+def test_names_follow_prometheus(trainer, engine):
+    """Base units as suffix, ``_total`` for counters alone, no unit in the middle."""
+    events = [*trainer_events(), *session_events()]
+    names = {name[0] for name in (*trainer(*events), *engine(*events))}
+    for name in names:
+        assert re.fullmatch(r"weightcast_[a-z_]+", name), name
+        assert not re.search(r"_(ms|milliseconds|minutes|mb|gb|count_total)(_|$)", name), name
+
+
+def test_without_prometheus_client_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import weightcast.watch as watch\n"
+        "from weightcast import WeightUpdater\n"  # which does not need it
+        "WeightUpdater\n"
+        "try: watch.PrometheusMetrics\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "weightcast[metrics]"' in done.stdout
