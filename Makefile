@@ -79,12 +79,12 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)
 
-# Every fault at every step of an update of every kind of engine, several cases side by side.  Writes the tables of
-# docs/reliability.md.  Half an hour on two cores, and some minutes for the engines' environments the first time.
+# Every fault at every step of an update of every kind of engine, several cases side by side.  Writes the tables.  Half
+# an hour on two cores, and some minutes for the engines' environments the first time.
 FAULTS_JOBS ?= 4
 faults: setup
 	$(BIN)/python -m pytest tests/faults/test_fleet.py -q
-	$(BIN)/python -m tests.faults --jobs $(FAULTS_JOBS) --write docs/reliability.md $(FAULTS_ARGS)
+	$(BIN)/python -m tests.faults --jobs $(FAULTS_JOBS) --write benchmarks/results/faults.md $(FAULTS_ARGS)
 
 # A thousand updates under load with random faults; tens of minutes.
 soak: setup

@@ -1,9 +1,12 @@
-"""Runs the fault matrix or a part of it: ``python -m tests.faults [WORD ...] [--write docs/reliability.md]``."""
+"""Runs the fault matrix or a part of it: ``python -m tests.faults [WORD ...] [--write PAGE]``."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import msgspec
 from tests.faults.cases import Case, Step, all_cases
 from tests.faults.kinds import KINDS, preload
 from tests.faults.playing import Played, play, play_side_by_side
-from tests.faults.table import write_table
+from tests.faults.table import write_page
 from tests.faults.world import Result
 
 FIRST: tuple[Step, ...] = ("middle bucket", "commit", "open", "join", "after", "last bucket", "close", "first bucket")
@@ -21,7 +24,7 @@ FIRST: tuple[Step, ...] = ("middle bucket", "commit", "open", "join", "after", "
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("words", nargs="*", help="only cases whose name has all these words")
-    parser.add_argument("--write", type=Path, help="put the table into this page")
+    parser.add_argument("--write", type=Path, help="write the results to this page, as tables")
     parser.add_argument(
         "--json",
         type=Path,
@@ -49,6 +52,7 @@ def main() -> int:
     if args.missing:
         cases = [case for case in cases if case.name not in kept or kept[case.name].wrong]
     played: dict[str, Result] = {}
+    started = time.monotonic()
     for number, (result, took_s) in enumerate(_play(cases, jobs=args.jobs, deadline_s=args.deadline_s), 1):
         print(
             f"{number:4}/{len(cases)} {took_s:5.1f} s  {result.case}: {result.outcome}, {result.seconds:.2f} s, "
@@ -64,7 +68,10 @@ def main() -> int:
         if args.json:
             args.json.write_bytes(b"\n".join(msgspec.json.encode(result) for result in kept.values()))
     if args.write:
-        write_table(args.write, [kept[case.name] for case in all_cases() if case.name in kept])
+        minutes = (time.monotonic() - started) / 60
+        revision = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+        where = f"Played at revision {revision}, on {os.cpu_count()} cores, in {minutes:.0f} minutes."
+        write_page(args.write, [kept[case.name] for case in all_cases() if case.name in kept], played=where)
     bad = [result for result in played.values() if result.wrong]
     print(f"{len(played)} cases, {len(bad)} of them wrong")
     return 1 if bad else 0

@@ -1,4 +1,4 @@
-"""Writes the matrix as a table into a page, between two marks."""
+"""Writes the results of the matrix as a page of tables."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from pathlib import Path
 from tests.faults.cases import STEPS, all_cases
 from tests.faults.world import Result
 
-BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
+_HEAD = """# Results of the fault matrix
+
+`make faults` writes this file. [Reliability](../../docs/reliability.md#how-it-was-tested) says what the words mean and
+what is checked after each update. Numbers are the seconds of the update with the fault, on the trainer rank that took
+longest.
+"""
 
 
-def write_table(page: Path, results: Sequence[Result]) -> None:
-    """Replaces the text between the marks."""
-    text = page.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+def write_page(page: Path, results: Sequence[Result], *, played: str) -> None:
+    """Writes the page; ``played`` is a sentence about the run."""
+    page.write_text(f"{_HEAD}{_tables(results)}\n\n{played}\n")
 
 
-def table(results: Sequence[Result]) -> str:
+def _tables(results: Sequence[Result]) -> str:
     """Makes a table for each kind and transport: a row for each fault, a column for each step."""
     parts: list[str] = []
     for kind, transport in dict.fromkeys((result.kind, result.transport) for result in results):
         mine = [result for result in results if (result.kind, result.transport) == (kind, transport)]
         steps = [step for step in STEPS if any(result.step == step for result in mine)]
         deadlines = "; ".join(f"{value:g}" for value in sorted({result.deadline_s for result in mine}))
-        parts.append(f"\n### {kind}, {transport}, `timeout_s={deadlines}`\n")
+        parts.append(f"\n## {kind}, {transport}, `timeout_s={deadlines}`\n")
         parts.append(f"| struck | fault | {' | '.join(steps)} |")
         parts.append("|---" * (len(steps) + 2) + "|")
         for on, fault in dict.fromkeys((result.on, result.fault) for result in mine):

@@ -13,7 +13,7 @@ from tests.faults import playing
 from tests.faults.cases import STEPS, all_cases
 from tests.faults.kinds import KINDS
 from tests.faults.playing import play_side_by_side
-from tests.faults.table import BEGIN, END, write_table
+from tests.faults.table import write_page
 from tests.faults.world import Result, World
 from tests.helpers.commands import parents
 from tests.helpers.stolen import Inexcusable
@@ -183,19 +183,16 @@ def test_lack_of_time_explains_deadlines_and_never_what_is_served(words: str, la
     assert result.only_late is late
 
 
-def test_the_table_stands_between_its_marks(tmp_path) -> None:
+def test_the_page_has_a_table_and_names_what_was_wrong(tmp_path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     row = {"case": "x", "kind": "native", "transport": "ipc", "on": "engine", "fault": "kill"} | NOTHING
     good = Result(**row, step="commit", outcome="left out", seconds=1.25, later_s=0.5, wrong=())
     bad = Result(**row, step="open", outcome="left out", seconds=9.0, later_s=0.5, wrong=("it hung",))
     again = Result(**row, step="join", outcome="left out", seconds=1.0, later_s=0.5, wrong=(), before=("was late",))
-    write_table(page, [bad, good, again])
+    write_page(page, [bad, good, again], played="Played today.")
     text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "### native, ipc, `timeout_s=1.5`" in text
+    assert text.endswith("Played today.\n")
+    assert "\n## native, ipc, `timeout_s=1.5`" in text
     assert "| engine | kill | **wrong** 9.0 | left out 1.0 | left out 1.2 |" in text
     assert f"3 of {len(CASES)} cases were played, 1 came out wrong" in text
     assert "it hung" in text
