@@ -39,7 +39,7 @@ class OutsideReferences:
             if not issubclass(type(candidate), torch.Tensor):
                 continue
             tensor: torch.Tensor = candidate
-            if tensor.layout is torch.strided and not tensor.is_meta and not _is_traced(tensor) and tensor.numel():
+            if tensor.layout is torch.strided and not tensor.is_meta and not _has_no_memory(tensor) and tensor.numel():
                 name = names.get(_storage_of(tensor))
                 if name is not None:
                     self._found.append((name, weakref.ref(tensor)))
@@ -160,9 +160,15 @@ def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | Non
     return tensors, leaf
 
 
-def _is_traced(tensor: torch.Tensor) -> bool:
-    """True for what torch.compile traces with and may keep: it has the device of a tensor, but no memory."""
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """True for what torch.compile traces with and may keep, and for a wrapper of other tensors, such as a DTensor."""
+    if isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch knows no other question; what is wrapped is looked at by itself
+        return True
+    return False
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:

@@ -66,6 +66,28 @@ def test_tensors_that_the_compiler_traced_with_have_no_memory_to_look_at() -> No
     del kept
 
 
+class Wrapper(torch.Tensor):
+    """As a DTensor: it has a shape and a device, and its memory is that of the tensor that it wraps."""
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any, **more: Any) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_wrappers_of_other_tensors_in_the_process_have_no_memory_to_look_at() -> None:
+    model = nn.ModuleDict({"experts": Experts("object")})
+    kept = Wrapper(torch.zeros(4))
+    outside = OutsideReferences(model)
+    model["experts"].bias = nn.Parameter(torch.randn(4), requires_grad=False)
+    with pytest.raises(EngineFailure, match="still computes with the old"):
+        outside.check()
+    del kept
+
+
 def test_parameter_without_outside_references_may_be_replaced() -> None:
     model = nn.ModuleDict({"experts": Experts("nobody")})
     outside = OutsideReferences(model)
