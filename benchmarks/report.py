@@ -1,528 +1,463 @@
-"""Makes tables and plots of the measurements; no figure is typed by hand.
+"""Makes RESULTS.md, and the tables of figures in other pages, from the JSON files of ``benchmarks/results``.
 
     python benchmarks/report.py
 
-Reads every JSON file in benchmarks/results, writes benchmarks/RESULTS.md and, with matplotlib (``weightcast[demo]``),
-one plot for each case of updates. A reader can redo each of them: the command stands above its table.
+The functions from ``same_gpu`` to ``cpu`` name the cases, and each case the
+files that it is taken from.  Ours is from the first file, the run that counts today.  Of other senders the best run
+counts.  A page has a table of these between ``<!-- results: NAME -->`` and ``<!-- results end -->``, so no
+figure is typed by hand and none stands in two forms.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-Result = dict[str, Any]
+ROOT = HERE.parent
+FOLDER = HERE / "results"
+PAGES = ("RESULTS.md",)
+Result = Mapping[str, Any]
+_FOLDERS = re.compile(r"/(?:tmp|root)/(?:[\w.-]+/)*")  # of the machine of the run
+_BLOCK = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n.*?<!-- results end -->", re.DOTALL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=HERE / "RESULTS.md")
-    parser.add_argument("--no-plots", action="store_true")
-    arguments = parser.parse_args()
-    results = read(arguments.results)
-    plots: dict[str, str] = {}
-    if not arguments.no_plots:
-        plots = draw(results, arguments.results, arguments.out.parent)
-    arguments.out.write_text(render(results, plots))
-    print(arguments.out)
-    return 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Figures of one case, in seconds.
+
+    Attributes:
+        title: The case in words.
+        ours: Median of our updates after the first of a connection.
+        files: Names of the result files, the one of ours first.
+        limit: One copy or broadcast of the same bytes in the run of ours; None if it was not measured there.
+        other: The best other sender; None if there was none.
+        by: Name of the other sender.
+        stall: Median time in which the engine generated nothing.
+        gap: Median over updates of the longest time between two tokens of one stream.
+    """
+
+    title: str
+    ours: float
+    files: tuple[str, ...]
+    limit: float | None = None
+    other: float | None = None
+    by: str = ""
+    stall: float | None = None
+    gap: float | None = None
 
 
-def read(folder: Path) -> dict[str, Result]:
-    """Reads the results that this script can show, by file name."""
-    found: dict[str, Result] = {}
-    for path in sorted(folder.rglob("*.json")):
-        content = json.loads(path.read_text())
-        if isinstance(content, dict) and _kind(content):
-            found[str(path.relative_to(folder).with_suffix(""))] = content
-    return found
+def read(name: str) -> dict[str, Any]:
+    """Reads one file of results by its name without the suffix."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def render(results: dict[str, Result], plots: dict[str, str]) -> str:
-    """Returns the whole page."""
-    parts = [_HEAD]
-    parts += _summary(results)
-    for name, result in results.items():
-        parts.append(f"## {name}\n")
-        parts.append(_SHOW[_kind(result)](result))
-        if name in plots:
-            parts.append(f"![{name}]({plots[name]})\n")
-    return "\n".join(parts).rstrip() + "\n"
+def later(values: Sequence[float]) -> float:
+    """Returns the median of the updates after the first one of a connection."""
+    return statistics.median(values[1:])
 
 
-_HEAD = """# Results
-
-Made by `python benchmarks/report.py` from the JSON files in [results](results); nothing here is typed by hand.
-How it was measured, and what the words mean: [docs/performance.md](../docs/performance.md).
-"""
+def _steps(result: Result, case: str, step: str) -> list[Result]:
+    return [each for each in result["steps"] if each.get("case") == case and each.get("step") == step]
 
 
-def _kind(result: Result) -> str:
-    if result.get("what") == "updates beside limits":
-        return "updates"
-    if result.get("what") in ("limits", "loader", "direct", "revisions"):
-        return str(result["what"])
-    if str(result.get("what", "")).endswith("on two GPUs"):
-        return "pairs"
-    if "tests" in result:
-        return "engine"
-    if "spent_ms" in result:
-        return "watching"
-    return "digest" if "digest" in result else "gather" if "rank_to_rank_gb_per_s" in result else ""
+def _stalls(step: Result) -> float:
+    if "targets" in step:
+        return max(target["stall_s"] for target in step["targets"])
+    stall = step["stall_s"]
+    return max(stall) if isinstance(stall, list) else stall
 
 
-def _summary(results: dict[str, Result]) -> list[str]:
-    """Makes a row for each case of updates: weightcast with proof, the limit and the best peer."""
-    rows: list[list[str]] = []
-    for name, result in results.items():
-        if _kind(result) != "updates":
-            continue
-        case = result["case"]
-        proven = next(
-            (row for row in result["methods"] if row["ours"] and row["settings"]["verify"] == "resident"), None
-        )
-        if proven is None:
-            continue
-        device = result["machine"]["gpus"][0] if result["machine"]["gpus"] else "CPU"
-        rows.append(
-            [
-                f"[{name}](#{name.replace('/', '').replace('+', '')})",
-                device,
-                case["model"],
-                f"{case['trainers']} + {case['engines']} {case['placement']}",
-                _ms(result["floor_s"]),
-                _ms(proven["usable_s"]["median"]),
-                _ratio(proven["times_limit"]),
-                f"{_ratio(proven['times_best_peer'])} ({proven['best_peer']})"
-                if proven.get("best_peer")
-                else "none ran",
-            ]
-        )
-    if not rows:
-        return []
-    head = [
-        "case",
-        "device",
-        "model",
-        "layout",
-        "limit, ms",
-        "usable, ms",
-        "times the limit",
-        "faster than the best peer",
-    ]
-    return ["## Summary\n", "With proof of what engines keep, always on.\n", table(head, rows)]
-
-
-def _machine(result: Result) -> str:
-    facts = result["machine"]
-    device = (
-        f"{len(facts['gpus'])} x {facts['gpus'][0]}" if facts.get("gpus") else facts.get("cpu", facts.get("device"))
-    )
-    parts = [
-        f"Machine: {device}, {facts.get('cores', '?')} cores; torch {facts['torch']}",
-        f"python {facts['python']}",
-    ]
-    parts += [f"NCCL {facts['nccl']}"] if "nccl" in facts else []
-    parts += [f"load average at the end {facts['load_average'][0]}"] if "load_average" in facts else []
-    revision, date = facts.get("revision", "not recorded"), facts.get("date", facts.get("time", "not recorded"))
-    text = wrapped(f"{'; '.join(parts)}. Revision `{revision}`, {date}.")
-    return f"{text}\n\n{_command(facts['command'])}"
-
-
-def wrapped(text: str) -> str:
-    """Wraps a paragraph or list item at the line length of the docs."""
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _command(command: str) -> str:
-    return f"```sh\n{command}\n```\n"
-
-
-def _updates(result: Result) -> str:
-    case, size = result["case"], result["case"]["bytes"]
-    lines = [
-        f"{case['placement']}, {case['trainers']} trainers, {case['engines']} engines, {case['model']}: "
-        f"{size / 1e9:.2f} GB in {case['tensors']} tensors, kept as {case['parameters']} parameters.\n",
-        _machine(result),
-    ]
-    if result["machine"]["load_average"][0] > result["machine"]["cores"]:
-        lines.append("**The machine was loaded by others: only ratios within a row's own run mean anything.**\n")
-    rows: list[list[str]] = []
-    for name, found in result["limits"].items():
-        usable = found["usable_s"]
-        figures = [
-            _ms(usable["median"]),
-            _ms(usable["p95"]),
-            _ms(usable["min"]),
-            f"{size / usable['median'] / 1e9:.2f}",
-        ]
-        rows.append([f"limit: {name}", *figures, "", "", "", ""])
-    for row in sorted(result["methods"], key=lambda row: row["usable_s"]["median"]):
-        rows.append(
-            [
-                f"**{row['name']}**"
-                if row["ours"]
-                else row["name"] + (" (partly emulated)" if row["emulated"] else ""),
-                _ms(row["usable_s"]["median"]),
-                _ms(row["usable_s"]["p95"]),
-                _ms(row["usable_s"]["min"]),
-                f"{size / row['usable_s']['median'] / 1e9:.2f}",
-                _ratio(row["times_limit"]),
-                f"{row['settings']['bucket_bytes'] >> 20}",
-                _ms(_stall(case, row)),
-                _ms(row["returned_s"]["median"]),
-            ]
-        )
-    head = ["", "usable, ms", "p95", "least", "GB/s", "times the limit", "bucket, MiB", "stall, ms", "returned, ms"]
-    lines.append(table(head, rows))
-    lines += _cost_of_proof(result)
-    lines.append(_watched(result))
-    if not case["generate"]:
-        lines.append(
-            "Nothing generated meanwhile: ours are the engine's own words, a peer holds still until it is done.\n"
-        )
-    for row in result["methods"]:
-        if row["emulated"]:
-            lines.append(wrapped(f"- emulated in {row['name']}: {'; '.join(row['emulated'])}"))
-    lines += [wrapped(f"- not run: {name}: {why}") for name, why in result["not_run"].items()]
-    lines += [wrapped(f"- failed: {name}: {why}") for name, why in result["failed"].items()]
-    if result.get("peers"):
-        versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
-        lines.append(f"- versions of the peers: {versions}")
-    return "\n".join(lines) + "\n"
-
-
-def _cost_of_proof(result: Result) -> list[str]:
-    """Says for each level of proof how much later weights are usable, and what more it takes of the processors."""
-    found: list[str] = []
-    for key, words in (("usable_s", "until weights are usable"), ("processor_s", "of the processors of both sides")):
-        spent = {row["settings"]["verify"]: row.get(key, {}).get("median") for row in result["methods"] if row["ours"]}
-        without = spent.pop("none", None)
-        if without and spent:
-            costs = ", ".join(f"`{level}` {100 * (seconds / without - 1):+.1f} %" for level, seconds in spent.items())
-            found.append(f"Proof, against `none`: {costs} {words}.\n")
-    return found
-
-
-def _stall(case: Result, row: Result) -> float:
-    if case["generate"]:
-        return float(row["stall_s"]["median"])
-    return float(row["phases"].get("stall_s", row["usable_s"]["median"]))
-
-
-def _watched(result: Result) -> str:
-    keys = {
-        "messages": ("trainer_messages", "engine_messages"),
-        "metadata, KiB": ("trainer_metadata_bytes",),
-        "handle opens": ("engine_handle_opens",),
-        "launches, trainer": ("trainer_launches",),
-        "launches, engine": ("engine_launches",),
-        "kept, trainer, MB": ("trainer_held_bytes",),
-        "kept, engine, MB": ("engine_held_bytes",),
-        "peak, trainer, MB": ("trainer_peak_extra_bytes",),
-        "peak, engine, MB": ("engine_peak_extra_bytes",),
-    }
-    rows: list[list[str]] = []
-    for row in result["methods"]:
-        cells = [row["name"]]
-        for title, names in keys.items():
-            values = [row["watched"][name] for name in names if name in row["watched"]]
-            scale = 1e6 if title.endswith("MB") else 1024 if title.endswith("KiB") else 1
-            cells.append(f"{sum(values) / scale:.0f}" if values else "")
-        rows.append(cells)
-    return table(["one turn, watched", *keys], rows)
-
-
-def _limits(result: Result) -> str:
-    rows = [[name, f"{value:.2f}"] for name, value in result["gb_per_s"].items()]
-    return _machine(result) + "\n" + table(["", "GB/s"], rows)
-
-
-def _loader(result: Result) -> str:
-    rows = [
-        [name, _ms(row["seconds"]), _ms(row["host_seconds"]), f"{row['gb_per_s']:.2f}"]
-        for name, row in result["rows"].items()
-    ]
-    head = (
-        f"{result['model']}: {result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, {result['routes']} routes, "
-        f"recorded in {result['record_s']:.2f} s.\n"
-    )
-    return head + "\n" + _machine(result) + "\n" + table(["", "ms", "until the call returns, ms", "GB/s"], rows)
-
-
-def _digest(result: Result) -> str:
-    rows = [[name, f"{row['gb_per_s']:.1f}", f"{row['of_read_limit']:.0%}"] for name, row in result["digest"].items()]
-    text = _machine(result) + "\n" + table(["digest of", "GB/s", "of the read limit"], rows)
-    moved = result.get("copied_and_summed")
-    if moved:
-        text += (
-            f"\n\nCopied and summed by one launch, {moved['tensors']} tensors: {moved['gb_per_s']:.0f} GB/s, "
-            f"{moved['of_copy']:.0%} of a plain copy. "
-            f"Their copies alone, one by one: {moved['copies_alone_gb_per_s']:.0f} GB/s.\n"
-        )
-    return text
-
-
-def _watching(result: Result) -> str:
-    """Tables of ``benchmarks/watching.py``, in milliseconds of an update."""
-    spent = result["spent_ms"]
-    rows = [
-        [
-            words,
-            *(f"{result[name][figure]:.2f}" for figure in ("without_ms", "with_ms")),
-            f"{result[name]['difference_ms']:+.2f}",
-            f"{result[name]['least_ms']:+.2f} to {result[name]['most_ms']:+.2f}",
-        ]
-        for name, words in (("processors", "processor time of trainer and engine"), ("returned", "time of `update()`"))
-    ]
-    parts = [
-        [name.removesuffix("_s").replace("_", " "), f"{spent[name]:.2f}"]
-        for name in spent
-        if name not in ("waited_for", "allowed")
-    ]
-    return (
-        _machine(result)
-        + "\n"
-        + table(["ms of an update", "without", "with", "difference", "95 % of its medians"], rows)
-        + f"\nProcessor time in listeners, for which an update waits: {spent['waited_for']:.2f} ms. The limit is\n"
-        f"{spent['allowed']:.2f} ms: 1 ms, or 1 % of `update()`. Other threads make and export spans.\n\n"
-        + table(["part", "ms"], parts)
+def vllm(title: str, case: str, step: str, *files: str, ranks: int = 1) -> Row:
+    """Makes a row from runs of vLLM; files after the first count for vLLM's own sender alone."""
+    result = read(files[0])
+    steps = _steps(result, case, step)
+    way, _, pause = step.partition(", 32 streams, ")
+    gaps = _steps(result, case, f"gaps, {way}, {pause}")
+    theirs: list[float] = []
+    load = "32 streams" if pause else "idle"
+    for name in files:
+        for each in read(name)["steps"]:
+            said = str(each.get("step", "")).lower()
+            if each.get("case") == case and said == f"vllm's own sender, {load}" and "update_s" in each:
+                theirs.append(later(each["update_s"]))
+    rate = result.get("copy_bytes_per_s")
+    return Row(
+        title=title,
+        ours=later([each["update_s"] for each in steps]),
+        files=files,
+        limit=steps[0]["bytes"] / rate if rate and ranks == 1 and not pause else None,
+        other=min(theirs, default=None),
+        by="vLLM's own sender",
+        stall=later([_stalls(each) for each in steps]),
+        gap=later(_longest(gaps[0])) if pause and gaps else None,
     )
 
 
-def _gather(result: Result) -> str:
-    rows = [[str(row["receivers"]), _ms(row["median_s"]), f"{row['gb_per_s']:.1f}"] for row in result["updates"]]
-    lines = f"{result['device']}; one rank to another {result['rank_to_rank_gb_per_s']:.1f} GB/s.\n"
-    machine = _machine(result) + "\n" if "machine" in result else ""
-    return lines + "\n" + machine + table(["receivers", "ms", "GB/s"], rows)
+def _longest(gaps: Result) -> list[float]:
+    found = gaps.get("longest_s")
+    return found if isinstance(found, list) else [each["longest_s"] for each in gaps["around_each_update"]]
 
 
-def _direct(result: Result) -> str:
-    asked = result["arguments"]
-    size = result["model_bytes"]
-    counted = all("processor_s" in run for row in result["ways"] for run in row["runs"])
-    rows = [
-        [
-            row["way"],
-            _ms(row["usable_s"]),
-            _ms(row["returned_s"]),
-            f"{row['times_faster']:.2f}",
-            f"{row['loopback_bytes'] / size:.2f}",
-        ]
-        + ([f"{statistics.median(run['processor_s'] for run in row['runs']):.2f}"] if counted else [])
-        for row in result["ways"]
-    ]
-    lines = (
-        f"{asked['model']}, {size / 1e9:.2f} GB, from {asked['trainers']} trainer ranks to {asked['engines']} engines "
-        f"of TP {asked['tp']}; every update proven `resident`. A plain copy of the model by one process takes "
-        f"{_ms(result['plain_copy_s'])} ms.\n"
+def sglang(title: str, model: str, case: str, *files: str) -> Row:
+    """Makes a row from runs of SGLang on one GPU; files after the first count for SGLang's own sender alone."""
+    found = read(files[0])["models"][model]
+    pushes = found["cases"][case]["pushes"]
+    theirs: list[float] = []
+    for name in files:
+        own = read(name)["models"][model]["cases"].get("stock, SGLang's own sender, idle")
+        if own is not None and not own["wrong"]:
+            theirs.append(later([turn["seconds"] for turn in own["rounds"]]))
+    loaded = "streams" in case
+    gaps = [each["longest_s"] for each in found["cases"][case].get("clients", [])]
+    return Row(
+        title=title,
+        ours=later([push["seconds"] for push in pushes]),
+        files=files,
+        limit=None if loaded else found["limits"]["copy_of_the_weights_s"],
+        other=None if loaded else min(theirs, default=None),
+        by="SGLang's own sender",
+        stall=later([push["stall_s"] for push in pushes]),
+        gap=later(gaps) if loaded else None,
     )
-    header = ["way", "usable, ms", "returned, ms", "times the first", "loopback, models"]
-    header += ["processors, s"] if counted else []
-    found = f"{lines}\n{_machine(result)}\n{table(header, rows)}"
-    if result.get("reads"):
-        ours, alone = (statistics.median(row[f"{what}_s"] for row in result["reads"]) for what in ("repeat", "alone"))
-        found += "\n" + wrapped(
-            f"The reads of an update by rdma, repeated without the rest of it, took {_ms(ours)} ms; NIXL alone, for as "
-            f"many bytes in one prepared list for each pair of processes, {_ms(alone)} ms. That is {alone / ours:.2f} "
-            "of NIXL's rate; medians in turns."
-        )
-        found += "\n"
-    return found
 
 
-def _pairs(result: Result) -> str:
-    """Makes a table for each case: medians of the updates after the first of each way."""
-    checks = [step for step in result["steps"] if "check" in step]
-    good = sum(check["ok"] for check in checks)
-    parts = [
-        wrapped(
-            f"{result['what']}: servers with the options `{result['options']}` and `{result['flags']}`. {good} of "
-            f"{len(checks)} checks of proofs, answers and streams are good."
+def pairs(title: str, case: str, by: str, *files: str) -> Row:
+    """Makes a row from a run of an engine on the trainer's two GPUs."""
+    result = read(files[0])
+    ours = [step for step in _steps(result, case, "direct, idle, in_place") if "update_s" in step]
+    theirs = [
+        statistics.median(step["update_s"])
+        for name in files
+        for step in read(name)["steps"]
+        if step.get("case") == case and str(step.get("step", "")).endswith("own sender, idle") and "update_s" in step
+    ]
+    return Row(
+        title=title,
+        ours=later([step["update_s"] for step in ours]),
+        files=files,
+        other=min(theirs, default=None),
+        by=by,
+        stall=later([_stalls(step) for step in ours]),
+    )
+
+
+def lmdeploy(title: str, case: str) -> Row:
+    """Makes a row from the run of LMDeploy, which has one update for each case."""
+    found = read("gpu-lmdeploy-receiver-h200")["cases"][case]
+    return Row(title=title, ours=found["seconds"], files=("gpu-lmdeploy-receiver-h200",), stall=found["stall_s"])
+
+
+def other_gpu(title: str, test: str, ours: str, stock: str, theirs: str) -> Row:
+    """Makes a row from tests that push to vLLM on another GPU; the limit is the rate of a broadcast of 1 GiB."""
+    mine = read(ours)["tests"][test]
+    return Row(
+        title=title,
+        ours=statistics.median(mine["seconds"][-10:]),
+        files=(ours, theirs, "limits-2"),
+        limit=mine["bytes"] / 1e9 / read("limits-2")["gb_per_s"]["broadcast 1024 MiB"],
+        other=statistics.median(read(theirs)["tests"][stock]["seconds"][-10:]),
+        by="vLLM's own NCCL backend",
+        stall=statistics.median(mine["stall_s"][-10:]),
+    )
+
+
+def laboratory(title: str, *files: str, profile: str = "") -> Row:
+    """Makes a row from comparisons with the peers; ours is the fastest way with proof in the first file."""
+    result = read(files[0])
+    ours = [row for row in result["methods"] if row["ours"] and row["settings"]["verify"] == "resident"]
+    best = min(row["usable_s"]["median"] for row in ours)
+    if profile:
+        rows = [row for row in read(profile)["rows"] if row["method"] == "weightcast direct, shards, 2048 MiB"]
+        best = later([row["usable_s"] for row in rows if "usable_s" in row and not row["profiled"]])
+    peers = [row for name in files for row in read(name)["methods"] if not row["ours"]]
+    peer = min(peers, key=lambda row: row["usable_s"]["median"], default=None)
+    generates = result["case"]["generate"]
+    return Row(
+        title=title,
+        ours=best,
+        files=((profile,) if profile else ()) + files,
+        limit=result["floor_s"],
+        other=peer["usable_s"]["median"] if peer else None,
+        by=re.split(r" (?:flattened|packed)", peer["name"])[0] if peer else "",
+        stall=min(row["stall_s"]["median"] for row in ours) if generates else None,
+    )
+
+
+_IDLE, _LOADED = "direct, idle, in_place", "direct, 32 streams, in_place"
+
+
+def same_gpu() -> list[Row]:
+    return [
+        vllm("vLLM 0.25.1, Qwen3-8B, 16 GB", "8b", _IDLE, "gpu-vllm-8b-sender-h200"),
+        vllm(
+            "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB",
+            "moe",
+            _IDLE,
+            "gpu-vllm-experts-h200",
+            "gpu-vllm-experts-after-start-h200",
         ),
-        "",
-        _machine(result),
+        sglang(
+            "SGLang 0.5.17, Qwen3-8B, 16 GB",
+            "qwen3-8b",
+            "receiver, direct, idle",
+            "gpu-sglang-h200",
+            "gpu-sglang-receiver-mapped-h200",
+        ),
+        sglang(
+            "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB",
+            "qwen3-30b-a3b-16-layers",
+            "receiver, direct, idle",
+            "gpu-sglang-h200",
+            "gpu-sglang-experts-h200",
+        ),
     ]
-    sets: list[tuple[str, list[Result]]] = []  # a case has several where the trainer changes
-    for step in result["steps"]:
-        if step.get("step") == "trainer":
-            sets.append((f"{step['case']}, {step['ranks']} trainer rank{'' if step['ranks'] == 1 else 's'}", []))
-        elif "step" in step and sets:
-            sets[-1][1].append(step)
-    header = ["way, load, pause", "updates", "update, ms", "stall, ms", "longest gap, ms", "without, ms", "step, ms"]
-    for title, steps in sets:
-        parts += [f"### {title}\n", table(header, _pair_rows(steps))]
-    parts += [wrapped(f"- Not finished: {line}.") for line in result["failed"]]
-    parts += [f"- Not run: {name}." for name in result["skipped"]]
-    return "\n".join(parts) + "\n"
 
 
-def _pair_rows(steps: Sequence[Result]) -> list[list[str]]:
-    gaps: dict[str, Result] = {}
-    for step in steps:
-        if "longest_s" in step:  # of several engines, the one with the longest
-            name = step["step"].removeprefix("gaps, ").split(", engine")[0]
-            gaps[name] = max(gaps.get(name, step), step, key=lambda each: statistics.median(each["longest_s"]))
-    found: dict[str, list[Result]] = {}
-    for step in steps:
-        if "update_s" in step and not step["step"].startswith(("first update", "update with")):
-            found.setdefault(step["step"], []).append(step)
-    rows = []
-    for name, updates in found.items():
-        if isinstance(updates[0]["update_s"], list):  # the engine's own sender
-            took, stalls = updates[0]["update_s"], updates[0]["paused_s"]
-        else:
-            took = [update["update_s"] for update in updates[1:]]
-            stalls = [max(row["stall_s"] for row in update["targets"]) for update in updates[1:]]
-        seen = gaps.get(name.replace(" 32 streams,", "").removesuffix(", 32 streams")) if "streams" in name else None
-        told = ("longest_s", "longest_without_an_update_s")
-        clients = [_ms(statistics.median(seen[key])) for key in told] if seen else ["", ""]
-        step_ms = _ms(seen["step_s"]) if seen else ""
-        times = [_ms(statistics.median(took)), _ms(statistics.median(stalls))]
-        rows.append([name, str(len(took)), *times, *clients, step_ms])
-    return rows
-
-
-def _revisions(result: Result) -> str:
-    """Makes a row for each case and method: medians over the rounds at both revisions."""
-    found: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["case"], row["method"]), {}).setdefault(row["revision"], []).append(row)
-    rows: list[list[str]] = []
-    for (case, method), sides in found.items():
-        if set(sides) != {"before", "after"}:
-            continue
-        middle = {
-            side: {key: statistics.median(row[key] for row in turns) for key in ("usable_s", "cpu_s")}
-            for side, turns in sides.items()
-        }
-        times = [_ms(middle[side][key]) for key in ("usable_s", "cpu_s") for side in ("before", "after")]
-        rows.append([case, method, str(min(map(len, sides.values()))), *times])
-    load = result["load_average"]
-    words = (
-        f"Revision `{result['before']}` (before) and the one named above (after), in turns. Load average of the "
-        f"machine after each turn: {load['least']:.1f} to {load['most']:.1f}, median {load['median']:.1f}."
-    )
-    words += f" {result['note']}" if "note" in result else ""
-    head = ["case", "", "rounds", "usable before, ms", "after", "processor before, ms", "after"]
-    return _machine(result) + "\n" + wrapped(words) + "\n\n" + table(head, rows)
-
-
-def _engine(result: Result) -> str:
-    """Tables of GPU tests of real engines: the last update of a test, or the median of its last ten."""
-    facts = result["machine"]
-    rows: list[list[str]] = []
-    for name, test in result["tests"].items():
-        name = re.sub(r"^test_|_on_the_(pushed_)?weights", "", name)
-        grown = ""
-        if "case" in test:  # a stock engine, or vLLM with our receiver in it
-            transport, size = test["case"]["via"], test["bytes"]
-            seconds, stall = (statistics.median(test[key][-10:]) for key in ("seconds", "stall_s"))
-            grown = f"{test['growth_over_20_bytes'] / 1e6:.0f}"
-        elif test.get("reports"):
-            report = test["reports"][-1]
-            transport, size, seconds = report["transport"], report["bytes"], report["seconds"]
-            stall = report["phases"]["stall"]
-        else:
-            continue
-        rows.append(
-            [name, transport, f"{size / 1e9:.2f}", _ms(seconds), f"{size / seconds / 1e9:.1f}", _ms(stall), grown]
+def apart() -> list[Row]:
+    return [
+        other_gpu(
+            "vLLM 0.25.1, a Llama of 1.8 GB",
+            "test_an_updated_engine_answers_as_one_started_on_the_weights[vllm plug-in nccl, tp1, eager]",
+            "gpu-vllm-plugin-2xh200",
+            "test_an_updated_engine_answers_as_one_started_on_the_weights[vllm stock nccl, tp1, graphs]",
+            "gpu-vllm-nccl-2xh200",
         )
-    head = ["test", "transport", "GB", "ms", "GB/s", "stall, ms", "engine's growth over 20, MB"]
-    gathered = [
-        [
-            re.sub(r"^test_", "", name),
-            *(str(update["receivers"]), f"{test['gather']['payload_bytes'] / 1e9:.2f}", _ms(update["median_s"])),
-            *(f"{update['gb_per_s']:.1f}", f"{update['peak_extra_bytes'] / 1e6:.0f}"),
-        ]
-        for name, test in result["tests"].items()
-        if "gather" in test
-        for update in test["gather"]["updates"]
     ]
-    versions = "".join(f", {name} {facts[name]}" for name in ("lmdeploy", "sglang", "vllm", "ray") if name in facts)
-    machine = (
-        f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}{versions}."
-    )
-    note = [wrapped(result["note"]) + "\n"] if "note" in result else []
-    parts = [wrapped(machine) + "\n", *note, _command(facts["command"])]
-    if rows:
-        parts += ["Whole `update()` calls with real engines, as the trainer sees them:\n", table(head, rows)]
-    if gathered:
-        head = ["test", "receivers", "GB", "ms", "GB/s", "peak extra, MB"]
-        parts += ["Shards of the trainer ranks into buckets:\n", table(head, gathered)]
-    return "\n".join(parts)
 
 
-_SHOW: dict[str, Callable[[Result], str]] = {
-    "engine": _engine,
-    "updates": _updates,
-    "limits": _limits,
-    "loader": _loader,
-    "digest": _digest,
-    "gather": _gather,
-    "direct": _direct,
-    "pairs": _pairs,
-    "revisions": _revisions,
-    "watching": _watching,
-}
+def more_engines() -> list[Row]:
+    return [
+        lmdeploy("LMDeploy 0.18.0, Qwen3-8B, `ipc`, one H200", "in_place idle again"),
+        pairs(
+            "vLLM 0.25.1, TP 2, Qwen3-8B, two H200s",
+            "tp2",
+            "vLLM's own sender",
+            "gpu-vllm-pairs-mapped-2xh200",
+            "gpu-vllm-pairs-2xh200",
+        ),
+        pairs("vLLM 0.25.1, DP 2, Qwen3-8B, two H100s", "dp2", "vLLM's own sender", "gpu-vllm-pairs-2xh100"),
+        pairs(
+            "vLLM 0.25.1, TP 2 and EP, 16 layers of Qwen3-30B-A3B, two H200s",
+            "ep2",
+            "vLLM's own sender",
+            "gpu-vllm-pairs-2xh200",
+        ),
+        pairs("SGLang 0.5.17, TP 2, Qwen3-8B, two H200s", "tp2", "SGLang's own sender", "gpu-sglang-pairs-2xh200"),
+        pairs(
+            "SGLang 0.5.17, TP 2, 16 layers of Qwen3-30B-A3B, two H200s",
+            "moe2",
+            "SGLang's own sender",
+            "gpu-sglang-pairs-2xh200",
+        ),
+    ]
 
 
-def draw(results: dict[str, Result], folder: Path, base: Path) -> dict[str, str]:
-    """Plots a bar for each method and limit; returns the path of each result's plot. Empty without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no plots: matplotlib is not installed (weightcast[demo])", file=sys.stderr)
-        return {}
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "weightcast"  # the same figures give the same file
-    from matplotlib import pyplot as plt
+def streams() -> list[Row]:
+    loaded, kept = "direct, 32 streams, retract", "ipc, 32 streams, in_place"
+    return [
+        vllm("vLLM, Qwen3-8B, `in_place`", "8b", _LOADED, "gpu-vllm-8b-gaps-h200"),
+        vllm("vLLM, Qwen3-8B, `retract`", "8b", loaded, "gpu-vllm-8b-h200"),
+        vllm("vLLM, Qwen3-8B, `abort`", "8b", "direct, 32 streams, abort", "gpu-vllm-8b-h200"),
+        vllm("vLLM, Qwen3-8B, `ipc`, `in_place`", "8b", kept, "gpu-vllm-8b-gaps-h200"),
+        vllm('vLLM, experts, `"warm_up": true`, `in_place`', "moe", _LOADED, "gpu-vllm-experts-warm-h200"),
+        vllm('vLLM, experts, `"warm_up": true`, `retract`', "moe", loaded, "gpu-vllm-experts-warm-h200"),
+        vllm("vLLM, Qwen3-8B, `--enable-sleep-mode`, `in_place`", "8b", _LOADED, "gpu-vllm-sleep-8b-h200"),
+        vllm("vLLM, experts, `--enable-sleep-mode`, `in_place`", "moe", _LOADED, "gpu-vllm-sleep-experts-h200"),
+        sglang(
+            "SGLang, Qwen3-8B, `in_place`",
+            "qwen3-8b",
+            "receiver, direct, in_place, streams",
+            "gpu-sglang-8b-gaps-h200",
+        ),
+        sglang(
+            "SGLang, experts, `in_place`",
+            "qwen3-30b-a3b-16-layers",
+            "receiver, direct, in_place, streams",
+            "gpu-sglang-experts-h200",
+        ),
+    ]
 
-    plots: dict[str, str] = {}
-    for name, result in results.items():
-        if _kind(result) != "updates" or not result["methods"]:
-            continue
-        bars = [(f"limit: {key}", found, "0.6") for key, found in result["limits"].items()]
-        bars += [(row["name"], row, "tab:blue" if row["ours"] else "tab:orange") for row in result["methods"]]
-        bars.sort(key=lambda bar: bar[1]["usable_s"]["median"], reverse=True)
-        figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(bars)))
-        values = [bar[1]["usable_s"]["median"] * 1e3 for bar in bars]
-        low = [value - bar[1]["usable_s"]["min"] * 1e3 for value, bar in zip(values, bars, strict=True)]
-        high = [bar[1]["usable_s"]["p95"] * 1e3 - value for value, bar in zip(values, bars, strict=True)]
-        axes.barh([bar[0] for bar in bars], values, xerr=[low, high], color=[bar[2] for bar in bars], height=0.6)
-        axes.set_xscale("log")
-        axes.set_xlabel("ms until the last engine's weights are usable (median; least to p95), log scale")
-        figure.tight_layout()
-        path = folder / f"{name}.svg"
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
-        plots[name] = str(path.relative_to(base)) if path.is_relative_to(base) else str(path)
-    return plots
+
+def quantised() -> list[Row]:
+    eight, experts, blocks = "gpu-vllm-fp8-8b-h200", "gpu-vllm-fp8-experts-h200", "gpu-vllm-fp8-blocks-8b-h200"
+    return [
+        vllm("online fp8, Qwen3-8B, idle", "8b-online", _IDLE, eight),
+        vllm("online fp8, Qwen3-8B, 32 streams", "8b-online", _LOADED, eight),
+        vllm("the same, derived at the commit, idle", "8b-online", _IDLE, "gpu-vllm-fp8-8b-at-commit-h200"),
+        vllm("online fp8, experts, idle", "moe-online", _IDLE, experts),
+        vllm("online fp8, experts, 32 streams", "moe-online", _LOADED, experts),
+        vllm("the same, derived at the commit, idle", "moe-online", _IDLE, "gpu-vllm-fp8-experts-at-commit-h200"),
+        vllm("checkpoint in blocks, Qwen3-8B, `ipc`, idle", "8b-blocks", "ipc, idle, in_place", blocks),
+        vllm("checkpoint in blocks, Qwen3-8B, `ipc`, 32 streams", "8b-blocks", "ipc, 32 streams, in_place", blocks),
+    ]
+
+
+def lab() -> list[Row]:
+    return [
+        laboratory(
+            "Qwen3-8B, same GPU",
+            "direct-colocated-1-8b",
+            "colocated-1-8b",
+            profile="profile-direct-colocated-1-8b-h200",
+        ),
+        laboratory(
+            "Qwen3-8B, two trainers and two engines on the same two GPUs", "direct-colocated-2-8b", "colocated-2-8b"
+        ),
+        laboratory("65,536 tensors of 64 KiB, same GPU", "colocated-1-many"),
+        laboratory("Qwen3-8B, GPU to GPU", "disaggregated-1+1-8b"),
+        laboratory("Qwen3-8B, two trainer GPUs to two engine GPUs", "disaggregated-2+2-8b"),
+        laboratory("20 layers of a Llama 70B, 38 GB, GPU to GPU", "disaggregated-1+1-70b"),
+        laboratory("Qwen3-30B-A3B, 61 GB, GPU to GPU", "disaggregated-1+1-30b"),
+        laboratory("65,536 tensors of 64 KiB, GPU to GPU", "disaggregated-1+1-many"),
+        laboratory("Qwen3-8B, same GPU, the engine generates", "stall-colocated-1-8b"),
+        laboratory("Qwen3-8B, GPU to GPU, the engine generates", "stall-disaggregated-1+1-8b"),
+    ]
+
+
+def cpu() -> list[Row]:
+    return [
+        laboratory("1 GiB, shared memory", "cpu-colocated-1g"),
+        laboratory("256 MiB, shared memory", "cpu-colocated"),
+        laboratory("2,048 tensors, shared memory", "cpu-colocated-many"),
+        laboratory("1 GiB, broadcast", "cpu-disaggregated-1g"),
+        laboratory("256 MiB, broadcast", "cpu-disaggregated"),
+        laboratory("4 layers of a mixture of experts, broadcast", "cpu-disaggregated-moe"),
+    ]
+
+
+def shown(seconds: float | None) -> str:
+    """Returns a time in milliseconds with three digits or more; a dash for none."""
+    if seconds is None:
+        return "-"
+    ms = seconds * 1e3
+    return f"{ms:.1f}" if ms < 99.95 else f"{ms:,.0f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Formats a Markdown table; the first column is left-aligned, the others right-aligned."""
-    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+def _limits(
+    rows: Sequence[Row], other: str, *, limit: str = "limit, ms", named: bool = False, linked: bool = True
+) -> str:
+    cells = [
+        [
+            f"{row.title}{_runs(row) if linked else ''}",
+            shown(row.limit),
+            f"**{shown(row.ours)}**",
+            f"{shown(row.other)} ({row.by})" if named and row.other is not None else shown(row.other),
+        ]
+        for row in rows
+    ]
+    return table(["case", limit, "weightcast, ms", other], cells)
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _loads(rows: Sequence[Row], *, linked: bool = True) -> str:
+    cells = [
+        [f"{row.title}{_runs(row) if linked else ''}", shown(row.ours), shown(row.stall), shown(row.gap)]
+        for row in rows
+    ]
+    return table(["case", "update, ms", "stall, ms", "longest gap, ms"], cells)
+
+
+def _fp8(rows: Sequence[Row], *, linked: bool = True) -> str:
+    cells = [
+        [
+            f"{row.title}{_runs(row) if linked else ''}",
+            *map(shown, (row.ours, row.stall, row.gap, row.other)),
+        ]
+        for row in rows
+    ]
+    return table(["case", "update, ms", "stall, ms", "longest gap, ms", "vLLM's own sender, ms"], cells)
+
+
+def _runs(row: Row) -> str:
+    """Links a row of RESULTS.md to its runs, further down on the page."""
+    return " " + " ".join(f"[{_number(name)}](#run-{_number(name)})" for name in row.files)
+
+
+def _used() -> list[str]:
+    groups = (same_gpu, apart, more_engines, streams, quantised, lab, cpu)
+    return list(dict.fromkeys(name for group in groups for row in group() for name in row.files))
+
+
+def _number(name: str) -> int:
+    return _used().index(name) + 1
+
+
+def _run_list() -> str:
+    lines = []
+    for name in _used():
+        result = read(name)
+        facts = result["machine"] if isinstance(result.get("machine"), dict) else result
+        gpus = facts.get("gpus") or []
+        machine = f"{len(gpus)} x {gpus[0]}" if gpus else f"{facts.get('cpu', 'CPU')}, {facts.get('cores')} cores"
+        versions = f"torch {facts['torch']}" + (f", NCCL {facts['nccl']}" if "nccl" in facts else "")
+        revision = facts.get("revision", facts.get("weightcast_revision", "not recorded"))
+        date = str(facts["date"])[:10] if "date" in facts else "not recorded"
+        command = _FOLDERS.sub("", facts.get("command", result.get("command", "not recorded")))
+        number = _number(name)
+        lines.append(
+            f'| <a id="run-{number}"></a>{number} | [{name}](benchmarks/results/{name}.json) | {date} | {machine} | '
+            f"{versions}, revision `{revision}` | `{command}` |"
+        )
+    head = "| run | file | date | machine | versions | command |\n|---:|---|---|---|---|---|"
+    return "\n".join([head, *lines])
+
+
+def _conformance() -> str:
+    rows = []
+    for path in sorted((FOLDER / "conformance").glob("*.json")):
+        found = json.loads(path.read_text())
+        outcomes = [row["outcome"] for row in found["rows"]]
+        counts = [str(outcomes.count(each)) for each in ("passed", "failed", "not applicable")]
+        rows.append([found["title"], *counts])
+    return table(["engine", "passed", "failed", "not applicable"], rows)
+
+
+def _readme() -> list[Row]:
+    rows = {"same GPU": same_gpu(), "other GPU": apart()}
+    return [replace(row, title=f"{where}: {row.title}") for where, group in rows.items() for row in group]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": lambda: _limits(_readme(), "engine's own sender, ms", linked=False),
+    "same-gpu": lambda: _limits(same_gpu(), "engine's own sender, ms"),
+    "other-gpu": lambda: _limits(apart(), "vLLM's own NCCL backend, ms"),
+    "more-engines": lambda: _limits(more_engines(), "engine's own sender, ms"),
+    "streams": lambda: _loads(streams()),
+    "streams-vllm": lambda: _loads([row for row in streams() if row.title.startswith("vLLM")][:4], linked=False),
+    "quantised": lambda: _fp8(quantised()),
+    "quantised-page": lambda: _fp8(quantised(), linked=False),
+    "laboratory": lambda: _limits(lab(), "best peer, ms", named=True),
+    "cpu": lambda: _limits(cpu(), "best peer, ms", limit="plain copies or bare broadcast, ms", named=True),
+    "conformance": _conformance,
+    "runs": _run_list,
+}
+
+
+def filled(text: str) -> str:
+    """Returns a page with each of its tables made anew."""
+    return _BLOCK.sub(
+        lambda found: f"<!-- results: {found['name']} -->\n\n{TABLES[found['name']]()}\n\n<!-- results end -->", text
+    )
+
+
+def main() -> int:
+    for name in PAGES:
+        page = ROOT / name
+        page.write_text(filled(page.read_text()))
+        print(page)
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT))  # MkDocs imports this file by its path
 
 from docs_site import configuration, links  # noqa: E402
 
-_IMAGES = ROOT / "benchmarks" / "results"
 _STYLE = Path(__file__).with_name("console.css")
 
 
@@ -41,32 +40,20 @@ def filled(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the pages that are not files in ``docs/``, the style sheet, and the pictures of the results."""
+    """Adds the style sheet and the pages that are not files in ``docs/``."""
     files.append(File.generated(config, _STYLE.name, abs_src_path=str(_STYLE)))
     for path, place in links.PAGES.items():
         files.append(File.generated(config, place, content=(ROOT / path).read_text()))
     files.append(File.generated(config, configuration.PAGE, content=configuration.page()))
-    for picture in _pictures():
-        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Translates the links of a page."""
     try:
-        return links.translated(
-            markdown,
-            page=page.file.src_uri,
-            root=ROOT,
-            extra={picture.relative_to(ROOT).as_posix(): f"results/{picture.name}" for picture in _pictures()},
-            source_url=_source_url(),
-        )
+        return links.translated(markdown, page=page.file.src_uri, root=ROOT, source_url=_source_url())
     except links.BrokenLink as error:
         raise PluginError(str(error)) from error
-
-
-def _pictures() -> list[Path]:
-    return sorted(_IMAGES.glob("*.svg"))
 
 
 def _source_url() -> str | None:

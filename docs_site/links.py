@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 # Files outside docs/ that are pages of the site, by their path in the checkout.
@@ -16,7 +15,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/RESULTS.md": "results.md",
+    "RESULTS.md": "results.md",
 }
 _FENCE = re.compile(r"^(`{3,}).*?^\1`*\s*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s]+)\)")
@@ -40,16 +39,13 @@ def path_of(page: str) -> str:
     return sources.get(page, f"docs/{page}")
 
 
-def translated(
-    markdown: str, *, page: str, root: Path, extra: Mapping[str, str] | None = None, source_url: str | None = None
-) -> str:
+def translated(markdown: str, *, page: str, root: Path, source_url: str | None = None) -> str:
     """Rewrites the links of a page.
 
     Args:
         markdown: Text of the page.
         page: Its place on the site.
         root: The checkout.
-        extra: Place on the site of more files, by their path in the checkout.
         source_url: URL of the checkout's files on the web.  Without it, a link to a file that the site does not have
             becomes its text.
 
@@ -64,7 +60,7 @@ def translated(
             return found[0]
         path, _, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(here, path))
-        place = (extra or {}).get(path) or page_of(path)
+        place = page_of(path)
         if place is not None:
             relative = posixpath.relpath(place, posixpath.dirname(page) or ".")
             return f"{found['image']}[{text}]({relative}{'#' if anchor else ''}{anchor})"

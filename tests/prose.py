@@ -44,10 +44,7 @@ def headless_docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """Yields every finding in the docs and the Python files below a folder.
-
-    Leaves out ``benchmarks/RESULTS.md``, which ``benchmarks/report.py`` writes.
-    """
+    """Yields every finding in the docs and the Python files below a folder."""
     for path in sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")]):
         text = path.read_text()
         for number, line in (*long_lines(text), *headless_headings(text)):

@@ -66,11 +66,6 @@ def test_link_to_a_source_becomes_its_text_without_a_project_url_and_a_link_with
     assert found == "[`config.py`](https://host/tree/src/weightcast/config.py)"
 
 
-def test_picture_gets_its_place_on_the_site():
-    extra = {"benchmarks/results/a.svg": "results/a.svg"}
-    assert links.translated("![a](results/a.svg)", page="results.md", root=ROOT, extra=extra) == "![a](results/a.svg)"
-
-
 def test_link_to_a_missing_file_is_an_error_that_names_page_and_target():
     with pytest.raises(links.BrokenLink, match=re.escape("docs/wire.md links to ../src/gone.py")):
         links.translated("[a](../src/gone.py)", page="wire.md", root=ROOT)

@@ -1,11 +1,12 @@
-"""Runs the conformance checks against every engine that serves on a CPU, and writes their tables into a page.
+"""Runs the conformance checks against every engine that serves on a CPU, and keeps their results.
 
-``python -m tests.engines.conformance [NAME ...] [--write docs/engines/conformance.md]``
+``python -m tests.engines.conformance [NAME ...] [--write benchmarks/results/conformance]``
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import shutil
 import sys
@@ -40,7 +41,6 @@ SIZES: dict[str, Any] = {
 KEY = "conformance-key"
 # LMDeploy keeps the row of a padding token in its embeddings at zero.
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
-BEGIN, END = "<!-- {} begins -->", "<!-- {} ends -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Kind:
     """One engine under test.
 
     Attributes:
-        title: Heading on the page.
+        title: Its name among the results.
         server: ``reference``, ``vllm``, ``sglang`` or ``lmdeploy``.
         receiver: True if it has our receiver.
         options: Its own options.
@@ -158,21 +158,17 @@ def _tell(row: Row) -> None:
     print(f"{row.seconds:6.1f} s  {row.outcome}: {row.check}: {row.words}", flush=True)
 
 
-def write(page: Path, name: str, result: Result) -> None:
-    """Replaces the table of one engine on the page."""
-    text = page.read_text()
-    begin, end = BEGIN.format(name), END.format(name)
-    before, found, rest = text.partition(begin)
-    assert found, f"{page} has no place for {name}"
-    assert end in rest, f"{page} has no end for {name}"
-    after = rest.partition(end)[2]
-    page.write_text(f"{before}{begin}\n\n{result.summary().capitalize()}.\n\n{result.markdown()}\n\n{end}{after}")
+def write(folder: Path, name: str, result: Result) -> None:
+    """Keeps the result of one engine in a file, from which ``benchmarks/report.py`` makes a row."""
+    rows = [{"check": row.check, "outcome": row.outcome, "words": row.words} for row in result.rows]
+    text = json.dumps({"title": KINDS[name].title, "rows": rows}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engines.conformance", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *KINDS], help="only these engines")
-    parser.add_argument("--write", type=Path, help="put the tables into this page")
+    parser.add_argument("--write", type=Path, help="keep the results in this folder")
     args = parser.parse_args()
     wrong = 0
     for name in args.names or KINDS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,32 +135,15 @@ def result() -> dict[str, Any]:
     }
 
 
-def test_the_report_says_what_the_files_say(tmp_path: Path) -> None:
+def test_a_row_of_the_laboratory_says_what_its_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = load("report")
-    folder = tmp_path / "results"
-    folder.mkdir()
-    (folder / "one.json").write_text(json.dumps(result()))
-    (folder / "log.json").write_text("[]")
-    text = report.render(report.read(folder), {"one": "results/one.svg"})
-    assert re.search(r"\| \[one\]\(#one\) \|.* 10\.0 \| 20\.0 \| 2\.00 \| 3\.50 \(theirs\) \|", text)
-    assert "| **weightcast ipc** | 20.0 | 22.0 | 18.0 | 50.00 | 2.00 | 64 |" in text
-    assert "theirs (partly emulated)" in text
-    assert "- emulated in theirs: a pipe" in text
-    assert "- not run: absent: not installed" in text
-    assert "- failed: broken: it broke" in text
-    assert "loaded by others" in text
-    assert "```sh\npython benchmarks/run.py --plan cpu\n```" in text
-    assert "![one](results/one.svg)" in text
-
-
-def test_plots_are_the_same_for_the_same_figures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report = load("report")
-    first = report.draw({"one": result()}, tmp_path, tmp_path)
-    before = (tmp_path / "one.svg").read_bytes()
-    assert first == {"one": "one.svg"}
-    report.draw({"one": result()}, tmp_path, tmp_path)
-    assert (tmp_path / "one.svg").read_bytes() == before
+    monkeypatch.setattr(report, "FOLDER", tmp_path)
+    better = {"methods": [row | figures(0.05) for row in result()["methods"] if not row["ours"]]}
+    for name, content in (("one", result()), ("two", result() | better)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    row = report.laboratory("a case", "one", "two")
+    assert (row.limit, row.ours, row.other, row.by) == (0.01, 0.02, 0.05, "theirs")
+    assert report.shown(row.ours) == "20.0"
 
 
 def test_what_the_report_expects_is_what_a_case_gives(tmp_path: Path) -> None:
@@ -180,19 +162,3 @@ def test_what_the_report_expects_is_what_a_case_gives(tmp_path: Path) -> None:
     assert set(made["machine"]) <= set(real["machine"])
     assert [set(row) for row in made["methods"]] == [set(row) for row in real["methods"]]
     assert real["methods"][1]["watched"]["engine_handle_opens"] == len(model_shape("tiny").places)
-    report = load("report")
-    assert "IPC handle for each tensor (partly emulated)" in report.render({"case": real}, {})
-
-
-def test_two_revisions_stand_side_by_side():
-    row = {"case": "cpu-colocated", "method": "weightcast ipc", "load_average": 3.0}
-    sides = [("before", 0.3, 0.5), ("after", 0.1, 0.2), ("after", 0.12, 0.2), ("before", 0.32, 0.5)]
-    rows = [row | {"revision": side, "usable_s": usable, "cpu_s": cpu} for side, usable, cpu in sides]
-    alone = row | {"method": "weightcast new", "revision": "after", "usable_s": 1.0, "cpu_s": 1.0}
-    machine = {"cpu": "X", "cores": 2, "torch": "2", "python": "3", "command": "python benchmarks/revisions.py old"}
-    average = {"least": 1.0, "median": 3.0, "most": 9.0}
-    result = {"what": "revisions", "machine": machine, "before": "abc", "load_average": average, "rows": [*rows, alone]}
-    page = load("report").render({"revisions": result}, {})
-    assert "| cpu-colocated | weightcast ipc | 2 | 310.0 | 110.0 | 500.0 | 200.0 |" in page
-    assert "Load average of the machine after each turn: 1.0 to 9.0, median 3.0." in " ".join(page.split())
-    assert "weightcast new" not in page  # it has nothing to stand beside
