@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FOLDER = HERE / "results"
-PAGES = ("RESULTS.md",)
+PAGES = ("RESULTS.md", "README.md", "docs/engines/vllm.md", "docs/engines/vllm-quantised.md")
 Result = Mapping[str, Any]
 _FOLDERS = re.compile(r"/(?:tmp|root)/(?:[\w.-]+/)*")  # of the machine of the run
 _BLOCK = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n.*?<!-- results end -->", re.DOTALL)

@@ -15,6 +15,7 @@ BEGIN, END = "<!-- the tables begin -->", "<!-- the tables end -->"
 RESULTS = Path(__file__).with_name("results.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ENGINES = {"vllm": "vLLM 0.32.0, with our receiver", "sglang": "SGLang 0.5.23, stock"}
+WORDS = 90  # characters of an engine's message
 _SHORT = {"equal": "equal", "refused": "refused", "not": "not served", "no": "no result", "transformers": "not built"}
 
 Key = tuple[str, str, int]
@@ -37,7 +38,7 @@ def write(results: Mapping[Key, Result], file: Path = RESULTS, page: Path = PAGE
 
 
 def tables(results: Sequence[Result]) -> str:
-    """One table for each engine, and below it the families that were not tried."""
+    """For each engine the families that are equal, a table of the others, and the families that were not tried."""
     parts: list[str] = []
     for engine, title in ENGINES.items():
         mine = [result for result in results if result.engine == engine]
@@ -46,9 +47,15 @@ def tables(results: Sequence[Result]) -> str:
         equal = {result.family for result in mine} - unequal
         parts += ["", f"### {title}", ""]
         parts += [f"Families tried: {len({result.family for result in mine})}. Equal in every case: {len(equal)}."]
-        if mine:
+        plain = {result: {result.checkpoint, result.live} == {"equal"} for result in mine}
+        if any(plain.values()):
+            names = [f"`{result.family}`{_ranks(result.tp)}" for result in mine if plain[result]]
+            parts += ["", *textwrap.wrap(f"Equal: {', '.join(names)}.", 120, break_on_hyphens=False)]
+        if not all(plain.values()):
             parts += ["", "| family | TP | checkpoint | live module | words |", "|---|---|---|---|---|"]
         for result in mine:
+            if plain[result]:
+                continue
             words = dict.fromkeys(_words(cell) for cell in (result.checkpoint, result.live))
             cells = [f"`{result.family}`", str(result.tp), _kind(result.checkpoint), _kind(result.live)]
             parts.append(f"| {' | '.join(cells)} | {'; '.join(word for word in words if word)} |")
@@ -58,13 +65,18 @@ def tables(results: Sequence[Result]) -> str:
     return "\n".join([*parts, ""])
 
 
+def _ranks(tp: int) -> str:
+    return "" if tp == 1 else f" on {tp} ranks"
+
+
 def _kind(cell: str) -> str:
     return "**wrong**" if cell.startswith("WRONG") else _SHORT[cell.partition(" ")[0].rstrip(":,")]
 
 
 def _words(cell: str) -> str:
-    """The text after the kind of an outcome, safe in a table."""
+    """The first words after the kind of an outcome, safe in a table."""
     words = "" if cell == "equal" else cell.partition("equal, and " if cell.startswith("equal, and ") else ": ")[2]
+    words = words if len(words) <= WORDS else f"{words[:WORDS].rpartition(' ')[0]} ..."
     for mark in "|<>[]{}*_`":
         words = words.replace(mark, f"\\{mark}")
     return words
