@@ -299,6 +299,18 @@ def quantised() -> list[Row]:
     ]
 
 
+def lora() -> list[Row]:
+    name = "gpu-vllm-lora-h100"
+    folder = [each["update_s"] for each in _steps(read(name), "8b-lora", "folder, idle, a new name")]
+    return [
+        replace(
+            vllm("an adapter of rank 32, 175 MB, idle", "8b-lora", "idle, 1 adapters, in_place", name),
+            limit=None,
+            other=statistics.median(folder),
+        )
+    ]
+
+
 def lab() -> list[Row]:
     return [
         laboratory(
@@ -386,7 +398,7 @@ def _runs(row: Row) -> str:
 
 
 def _used() -> list[str]:
-    groups = (same_gpu, apart, more_engines, streams, quantised, lab, cpu)
+    groups = (same_gpu, apart, more_engines, streams, quantised, lora, lab, cpu)
     return list(dict.fromkeys(name for group in groups for row in group() for name in row.files))
 
 
@@ -438,6 +450,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "streams-vllm": lambda: _loads([row for row in streams() if row.title.startswith("vLLM")][:4], linked=False),
     "quantised": lambda: _fp8(quantised()),
     "quantised-page": lambda: _fp8(quantised(), linked=False),
+    "lora": lambda: _limits(lora(), "from a folder, by vLLM's own route, ms"),
     "laboratory": lambda: _limits(lab(), "best peer, ms", named=True),
     "cpu": lambda: _limits(cpu(), "best peer, ms", limit="plain copies or bare broadcast, ms", named=True),
     "conformance": _conformance,
