@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # MkDocs imports this file by its path
 
-from docs_site import configuration, links  # noqa: E402
+from docs_site import configuration, links, modules  # noqa: E402
 
 _STYLE = Path(__file__).with_name("console.css")
 
@@ -45,6 +45,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path, place in links.PAGES.items():
         files.append(File.generated(config, place, content=(ROOT / path).read_text()))
     files.append(File.generated(config, configuration.PAGE, content=configuration.page()))
+    files.append(File.generated(config, modules.PAGE, content=modules.page()))
     return files
 
 

@@ -1,4 +1,4 @@
-"""The tree in ``docs/architecture.md`` is the tree of ``src/weightcast``, and long classes say why they are."""
+"""The paths and floors in ``docs/architecture.md`` are those of the code, and long classes say why they are."""
 
 from __future__ import annotations
 
@@ -11,39 +11,10 @@ SOURCE = ROOT / "src" / "weightcast"
 PAGE = ROOT / "docs" / "architecture.md"
 
 
-def tree_of_page() -> set[str]:
-    """Paths below ``src/weightcast`` in the page's tree; packages end with a slash."""
-    block = re.search(r"```text\nsrc/weightcast/\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert block is not None, "docs/architecture.md has no tree"
-    paths: set[str] = set()
-    parents: list[str] = []
-    for line in filter(str.strip, block[1].splitlines()):
-        depth = (len(line) - len(line.lstrip())) // 2 - 1
-        name = line.split()[0]
-        parents[depth:] = [name]
-        paths.add("".join(parents))
-    return paths
-
-
-def tree_of_files() -> set[str]:
-    """Packages and modules below ``src/weightcast``, without ``__init__`` and ``__main__``."""
-    modules = {path for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
-    packages = {path.parent for path in SOURCE.rglob("__init__.py")} - {SOURCE}
-    return {f"{path.relative_to(SOURCE)}" for path in modules} | {f"{path.relative_to(SOURCE)}/" for path in packages}
-
-
 def paths_in_prose() -> set[str]:
     """Files and packages that the rest of the page names in backticks, such as ``update/head.py``."""
     prose = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL)
     return set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", prose)) - {"src/weightcast/"}
-
-
-def test_every_package_and_module_is_in_the_tree_of_the_page():
-    assert "\n".join(sorted(tree_of_files() - tree_of_page())) == ""
-
-
-def test_everything_in_the_tree_of_the_page_exists():
-    assert "\n".join(sorted(tree_of_page() - tree_of_files())) == ""
 
 
 def test_paths_in_the_text_of_the_page_exist():

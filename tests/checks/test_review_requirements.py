@@ -1,7 +1,4 @@
-"""Mistakes that reviewers found in other trainers' weight updates; weightcast must not repeat them.
-
-The table of all of them is docs/review-requirements.md; what has no better place is tested here.
-"""
+"""Mistakes that reviewers found in other trainers' weight updates, and that have no better place to be tested."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 with random messages; ``explore`` below searches everything that a trainer and two such engines can do to each other,
 with crashes, for a state that must not be.
 
-Invariants, in the words of docs/security.md:
+Invariants:
 
     whole      an engine that is not paused serves exactly one whole version, the one that it says it serves
     together   no engine switches before every engine that takes part has everything

@@ -14,7 +14,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """One phase on one track.
 
     Attributes:
-        name: Phase, such as ``"gather"`` (``docs/watching/trace.md`` lists them).
+        name: Phase, such as ``"gather"`` (``docs/watching/timeline.md`` lists them).
         start_us: Start in whole microseconds after the update began; readers of traces drop spans that overlap by the
             rounding of a fraction.
         us: Duration in microseconds.
