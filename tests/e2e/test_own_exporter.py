@@ -1,4 +1,4 @@
-"""The exporter of docs/exporters.md for a trainer of one's own, as it stands there, with one trainer rank and with two."""
+"""The exporter of one's own in docs/exporters.md, as it stands there, with one trainer rank and with two."""
 
 from __future__ import annotations
 
