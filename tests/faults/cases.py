@@ -88,7 +88,7 @@ def _makes_sense(case: Case) -> bool:
 
 
 def _is_played(kind: Kind, case: Case) -> bool:
-    """False for cases that another case covers or that the kind does not support; docs/reliability.md says why."""
+    """False for cases that another case covers or that the kind does not support."""
     if case.step == "middle bucket":
         return _is_played_half_way(kind, case)
     if case.transport.startswith("direct") and case.step not in ("join", "first bucket", "last bucket"):

@@ -11,9 +11,42 @@ from tests.faults.world import Result
 
 _HEAD = """# Results of the fault matrix
 
-`make faults` writes this file. [Reliability](../../docs/reliability.md#how-it-was-tested) says what the words mean and
-what is checked after each update. Numbers are the seconds of the update with the fault, on the trainer rank that took
-longest.
+`make faults` writes this file. It plays every fault at every step. A trainer of two FSDP ranks updates two engines with
+`on_failure="quarantine"`: a *victim* and a bystander. A proxy between them counts the messages, so a fault comes at a
+step and not after a number of milliseconds. The trainer then updates again if it lives. At last everything is repaired
+and updated once more. After each update the test checks that
+
+- all waits stayed within the limits of [reliability](../../docs/reliability.md#how-long-anybody-waits);
+- the culprit was named, and the bystander was updated;
+- every tensor of every engine has the digest of the version that the engine reports; a stock engine is paused, or all
+  its weights are read;
+- no open file, child or shared-memory segment is left.
+
+| kind | victim |
+|---|---|
+| native | an engine of the tests: a few tensors and our receiver, without generation |
+| sglang, lmdeploy | the reference engine in that dialect, `--staging none`, a tiny random Llama |
+| vllm, sglang-plugin, lmdeploy-plugin | vLLM 0.32, SGLang 0.5.23, LMDeploy 0.18 on the CPU with our receiver, that Llama |
+
+| fault | meaning |
+|---|---|
+| kill, stop | SIGKILL, or SIGSTOP until the end |
+| delay | a delay of 0.4 of a deadline, which must do no harm |
+| drop, refuse | from here on, every byte is swallowed, or every connection is reset |
+| cut | this connection is reset before the message arrives |
+| lose answer | the message arrives, and its answer does not |
+| flip | one bit of the message, of a bucket after its digest was taken, or by direct of a part that engines read |
+| flip answer | one bit of the answer |
+| tear, tear twice | the rank's switch of weights fails half way; switching back fails too |
+
+| outcome | meaning |
+|---|---|
+| unharmed | all engines got the version |
+| left out | the victim did not get it, and the others did |
+| given up | no engine got it, and all kept the old version |
+| no trainer | the trainer died, and a new one updated all engines |
+
+Numbers are the seconds of the update with the fault, on the trainer rank that took longest.
 """
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.clock import AMPLE_S
-from tests.harness import SMALL_BUCKETS, Engine, digests_of, next_version
-from tests.toy_engine import toy_weights
-from tests.unit.ranks import Ranks
+from tests.helpers.clock import AMPLE_S
+from tests.helpers.harness import SMALL_BUCKETS, Engine, digests_of, next_version
+from tests.helpers.toy_engine import toy_weights
+from tests.helpers.ranks import Ranks
 from weightcast import UpdateReport, WeightUpdater
 
-PAGE = Path(__file__).parents[2] / "docs" / "exporters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "exporters.md"
 
 
 def exporter_of_the_page() -> Any:
