@@ -26,7 +26,7 @@ and updated once more. After each update the test checks that
 |---|---|
 | native | an engine of the tests: a few tensors and our receiver, without generation |
 | sglang, lmdeploy | the reference engine in that dialect, `--staging none`, a tiny random Llama |
-| vllm, sglang-plugin, lmdeploy-plugin | vLLM 0.32, SGLang 0.5.23, LMDeploy 0.18 on the CPU with our receiver, that Llama |
+| vllm, sglang-plugin, lmdeploy-plugin | the real vLLM, SGLang and LMDeploy on the CPU with our receiver, that Llama |
 
 | fault | meaning |
 |---|---|

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.helpers.clock import AMPLE_S
 from tests.helpers.harness import SMALL_BUCKETS, Engine, digests_of, next_version
-from tests.helpers.toy_engine import toy_weights
 from tests.helpers.ranks import Ranks
+from tests.helpers.toy_engine import toy_weights
 from weightcast import UpdateReport, WeightUpdater
 
 PAGE = Path(__file__).parents[3] / "docs" / "exporters.md"
