@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.engines.lmdeploy_server import PLAYED, lmdeploy
-from tests.unit.adapters.lmdeploy.test_adapter import opened, talk
+from tests.helpers.lmdeploy_requests import opened, talk
 from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
 from weightcast.adapters.lmdeploy.detect import describe
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload

@@ -18,8 +18,8 @@ import pytest
 from tests.helpers import commands
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.commands import COMMAND
+from tests.helpers.pages import check_alone
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from tests.unit.page.test_page import check_alone
 
 STEPS = 2
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from tests.e2e.engines import ENVIRONMENT, Engine, completion, engines
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.pages import check_alone
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from tests.unit.page.test_page import check_alone
-from tests.unit.timeline.test_timeline import check_format
+from tests.helpers.trace_format import check_format
 from weightcast.cli.app import app
 
 STOCK = {"dialect": "sglang", "staging": "none", "device": "cpu"}

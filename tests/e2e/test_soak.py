@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.e2e.engines import weightcast
-from tests.unit.page.test_page import check_alone
+from tests.helpers.pages import check_alone
 
 
 @pytest.mark.wide

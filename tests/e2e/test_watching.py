@@ -13,9 +13,9 @@ import pytest
 
 from tests.e2e.engines import ENVIRONMENT, Engine, engines
 from tests.helpers.harness import wait_for
+from tests.helpers.metrics import Series, series
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from tests.helpers.tracing import plain, spans_in_memory, tree
-from tests.unit.watch.test_metrics import Series, series
 from weightcast import WeightcastError, WeightUpdater
 from weightcast.watch import Event, PrometheusMetrics
 from weightcast.watch.events import Asked, UpdateEnded

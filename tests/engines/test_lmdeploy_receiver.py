@@ -35,9 +35,9 @@ from tests.engines.overlays import HOST_WEB, NEWEST_WEB
 from tests.engines.test_sglang_cpu import nudge
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.harness import BeforeCommit, wait_for
+from tests.helpers.metrics import series
 from tests.helpers.raycluster import HEAD, HIGH, LOW
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from tests.unit.watch.test_metrics import series
 from weightcast import ConfigError, Target, UpdateFailed, WeightUpdater, copy_from_peer
 from weightcast.comm.ports import quiet_port
 

@@ -29,9 +29,9 @@ from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMP
 from tests.engines.trainer import update_directly
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.harness import BeforeCommit, wait_for
+from tests.helpers.metrics import series
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from tests.unit.watch.test_metrics import series
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter

@@ -29,9 +29,9 @@ from tests.engines.trainer import update_directly, update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.helpers.clock import AMPLE_S, PATIENCE_S
 from tests.helpers.harness import wait_for
+from tests.helpers.metrics import series
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
-from tests.unit.watch.test_metrics import series
 from weightcast import Target, WeightUpdater
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import UpdateFailed

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.gpu.needs import needs
-from tests.unit.digest.test_definition import DTYPES, random_tensor
+from tests.helpers.tensors import DTYPES, random_tensor
 from weightcast.digest.definition import (
     add_partial,
     as_unsigned,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.receiver.test_loader_replay import SHAPE, SPECS, update
+from tests.helpers.replayed import SHAPE, SPECS, update
 from weightcast.lab.bench.synthetic import Engine, Pattern
 from weightcast.receiver.loader import Loader
 

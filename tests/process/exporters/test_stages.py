@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.helpers import library
 from tests.helpers.exports import CPU, export, raw
 from tests.helpers.ranks import Ranks
-from tests.unit.digest.test_source_sums import summed
+from tests.helpers.source_sums import summed
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, error_words

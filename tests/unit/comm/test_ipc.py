@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 from typing import Any
 
@@ -11,7 +10,6 @@ import msgspec
 import pytest
 import torch
 
-from tests.helpers.clock import PATIENCE_S
 from weightcast.comm import cuda_driver, ipc
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer, device_of, device_uuid, host_id
 from weightcast.errors import ConfigError
@@ -52,32 +50,6 @@ def test_mapping_process_cannot_write_into_the_owners_memory(buffer):
     mapping.data.fill_(99)
     assert 99 not in buffer.data[:50].tolist()
     mapping.close()
-
-
-def _read_elsewhere(handle_bytes: bytes, pipe) -> None:
-    mapping = Mapping(msgspec.json.decode(handle_bytes, type=MemoryHandle))
-    pipe.send(mapping.data.tolist())
-    pipe.recv()
-    pipe.send(mapping.data.unique().tolist())
-
-
-def test_another_process_maps_it(buffer):
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_read_elsewhere, args=(msgspec.json.encode(buffer.handle()), theirs))
-    process.start()
-    try:
-        assert ours.poll(PATIENCE_S)
-        assert ours.recv() == buffer.data.tolist()
-        buffer.data.fill_(3)
-        ours.send("look again")
-        assert ours.poll(PATIENCE_S)
-        assert ours.recv() == [3]
-    finally:
-        process.join(PATIENCE_S)
-        process.close()
-        ours.close()
-        theirs.close()
 
 
 @pytest.mark.parametrize(

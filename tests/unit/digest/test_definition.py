@@ -2,15 +2,15 @@
 
 import hashlib
 import itertools
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.tensors import DTYPES, random_tensor, sum_by_definition, tensors, whole
 from weightcast.digest import coefficients, definition, on_cpu
-from weightcast.digest.coefficients import SEED_A, SEED_B, signed, splitmix64
+from weightcast.digest.coefficients import signed
 from weightcast.digest.definition import (
     add_partial,
     as_unsigned,
@@ -25,21 +25,6 @@ from weightcast.digest.definition import (
 from weightcast.digest.pieces import Piece
 from weightcast.wire.box import Box
 
-DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-)
 SHAPES = ((), (1,), (7,), (0,), (5, 0), (0, 3), (1, 1), (4, 9), (9, 1), (1, 9), (3, 4, 5), (2, 3, 2, 4))
 
 
@@ -54,31 +39,6 @@ def way(request):
         yield
 
 
-def random_tensor(shape, dtype, seed=0):
-    """Random bytes as a tensor, so that every bit pattern comes up, NaNs too."""
-    generator = torch.Generator().manual_seed(seed)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), generator=generator, dtype=torch.uint8)
-    return data.view(dtype).view(shape)
-
-
-def sum_by_definition(tensor):
-    """S from the formula, with Python's integers."""
-    size = 1 if tensor.itemsize == 1 else 2
-    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-    words = [int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size)]
-    cols = max(1, len(words) // tensor.shape[0] if tensor.ndim >= 2 and tensor.shape[0] else len(words))
-    total = 0
-    for i, word in enumerate(words):
-        row, col = divmod(i, cols)
-        total += word * (splitmix64((row + SEED_A) % 2**64) | 1) * (splitmix64((col + SEED_B) % 2**64) | 1)
-    return total % 2**64
-
-
-def whole(tensor):
-    return Piece(tensor=tensor, full_shape=tuple(tensor.shape))
-
-
 def part(full, box):
     return Piece(tensor=full[slices(box)], full_shape=tuple(full.shape), box=box)
 
@@ -89,14 +49,6 @@ def slices(box):
 
 def sums(*pieces):
     return [as_unsigned(value) for value in partial_sums(pieces).tolist()]
-
-
-@st.composite
-def tensors(draw, min_elements=0, dtypes=DTYPES, max_side=6):
-    shape = tuple(draw(st.lists(st.integers(0 if not min_elements else 1, max_side), max_size=4)))
-    if math.prod(shape) < min_elements:
-        shape = (min_elements, *shape)
-    return random_tensor(shape, draw(st.sampled_from(dtypes)), draw(st.integers(0, 2**31)))
 
 
 @st.composite

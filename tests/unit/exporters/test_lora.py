@@ -2,16 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.helpers import families
-from tests.helpers.exports import ALONE, CPU, export
-from tests.helpers.ranks import Ranks
-from weightcast.comm.trainer_group import TrainerGroup
+from tests.helpers.exports import ALONE, export
 from weightcast.errors import ConfigError
 from weightcast.exporters import peft_layers
 from weightcast.exporters.lora_adapter import AdapterExporter
@@ -255,41 +250,3 @@ def test_exported_adapters_equal_pefts_files(tmp_path):
     assert (exporter.config["r"], exporter.config["lora_alpha"]) == (4, 6)
     with pytest.raises(ConfigError, match="no LoRA adapter 'other'"):
         AdapterExporter(model, adapter="other")
-
-
-def sharded() -> None:
-    """Exports a sharded model, where every rank merges its own rows."""
-    want = adapted().merge_and_unload().state_dict()
-    plain = families.make("qwen3").state_dict()
-    model = adapted()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    group = TrainerGroup.connect(CPU, timeout_s=30)
-    group.receivers = (0, 1)
-    for _ in range(2):
-        got = tensors_of(ModuleExporter(model), group, bucket_bytes=5000)
-        check(got, want, plain)
-    adapters = tensors_of(AdapterExporter(model), group)
-    assert {name.split(".")[-2] for name in adapters} == {"lora_A", "lora_B"}
-    group.close()
-
-
-def sharded_otherwise() -> str:
-    """The refusal of adapters that only PEFT can merge, on sharded weights."""
-    model = trained(MERGED["loha"]())
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.raises(ConfigError) as caught:
-        ModuleExporter(model)
-    return str(caught.value)
-
-
-def test_a_sharded_model_merges_where_the_weights_are():
-    ranks = Ranks(2)
-    try:
-        ranks.run(sharded)
-        said = ranks.run(sharded_otherwise)
-        assert all("q_proj has an adapter" in words and "loha on sharded weights" in words for words in said), said
-    finally:
-        ranks.close()

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.helpers.clock import PATIENCE_S, wait_until
-from tests.unit.update.test_head import info
+from tests.helpers.roster import info
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.config import Target

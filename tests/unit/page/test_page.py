@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.pages import Tags, check_alone
 from weightcast.page.bars import Bar, State, bars, served, stacks, timeline
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Tile
@@ -54,35 +54,6 @@ def report(version=7, **changes) -> UpdateReport:
         targets=targets,
     )
     return UpdateReport(**(fields | changes))
-
-
-class Tags(HTMLParser):
-    """Every tag and attribute of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def of(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for found, attributes in self.tags if found == tag]
-
-
-def check_alone(html: str) -> None:
-    """The page loads nothing, and a browser would refuse if it tried."""
-    tags = Tags(html)
-    policy = next(meta["content"] for meta in tags.of("meta") if meta.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'")
-    assert [tag for tag, _ in tags.tags if tag in ("img", "link", "iframe", "object", "embed", "video", "base")] == []
-    assert [script for script in tags.of("script") if script] == []  # inline, without a source
-    for tag, attributes in tags.tags:
-        assert not {"src", "srcset", "href", "action", "data", "style"} & attributes.keys(), tag
-        assert not [name for name in attributes if name.startswith("on")], tag
-    assert "@import" not in html
-    assert "url(" not in html
 
 
 def check_svg(figure: Figure) -> ElementTree.Element:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.wire.test_messages import OPEN
+from tests.helpers.messages import OPEN
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.runtime.pace import slices
 from weightcast.wire.answers import RankAck

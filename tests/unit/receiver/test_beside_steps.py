@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.wire.test_messages import OPEN
+from tests.helpers.messages import OPEN
 from weightcast.receiver.beside_steps import BesideSteps
 from weightcast.runtime import pace
 from weightcast.runtime.steps import Steps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from tests.helpers.tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.session import SessionHandler
-from weightcast.rollout import commands, launch
+from weightcast.rollout import commands
 from weightcast.rollout.batch import Limits
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.requests import GenerationRequest
@@ -203,25 +201,3 @@ def test_a_bad_prompt_is_refused_with_the_reason(served, path, body, words):
     reply = served.http.post(path, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert words in reply.json()["error"]["message"]
-
-
-def _listen_and_fork(pipe) -> None:
-    listener = launch._listen("127.0.0.1", 0)
-    number = listener.fileno()
-    child = os.fork()
-    if not child:
-        try:
-            os.fstat(number)
-        except OSError:
-            os._exit(0)  # closed
-        os._exit(1)
-    pipe.send((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), listener.fileno() == number))
-
-
-def test_a_forked_rank_does_not_keep_the_port_of_its_engine():
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    engine = context.Process(target=_listen_and_fork, args=(theirs,))
-    engine.start()
-    assert ours.recv() == (0, True)
-    engine.join()

@@ -5,9 +5,6 @@ Events set the order: the read-back waits until the test has seen what it wants 
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +20,7 @@ from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.ipc import host_id
 from weightcast.errors import EngineFailure
 from weightcast.receiver.engine_state import EngineFacts
-from weightcast.receiver.executor import LocalExecutor, MpExecutor
+from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.session import SessionHandler
 from weightcast.rollout.batch import Limits
 from weightcast.rollout.commands import Decode, Prefill, decode_command
@@ -31,7 +28,7 @@ from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.requests import Generation, GenerationRequest
 from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.server import build_app
-from weightcast.rollout.worker import RolloutWorker, WorkerSettings, make_worker
+from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.messages import Commit, Readback
@@ -327,44 +324,6 @@ def test_an_engine_that_shuts_down_delivers_nothing_unproven(served, models):
         during.result(PATIENCE_S)
     served.ranks.go.set()
     committing.result(PATIENCE_S)
-
-
-class Mortal(RolloutWorker):
-    """Rank 1 is killed when it is asked to read back after a commit."""
-
-    committed = False
-
-    def apply(self, message):
-        if isinstance(message, Readback) and self.committed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.committed = self.committed or isinstance(message, Commit)
-        return super().apply(message)
-
-
-def mortal(rank, tp_size, rendezvous, *, settings):
-    kind = Mortal if rank == 1 else RolloutWorker
-    return kind(settings, rank=rank, tp_size=tp_size, rendezvous=rendezvous)
-
-
-def test_a_process_that_is_killed_over_the_read_back_is_named(models):
-    folder, _, new = models
-    served = Served(folder, MpExecutor(mortal, 2, {"settings": settings_of(folder)}))
-    try:
-        committing = served.commit(served.send(new))
-        during = served.submit(tokens=60)
-        wait_until(lambda: has_generated(during), "tokens of the new version")
-        served.ranks.go.set()
-        ack = committing.result(PATIENCE_S)
-        assert (ack.ok, ack.state, ack.failed_ranks) == (False, "quarantined", (1,))
-        # The scheduler's thread may have been told the signal, as the rank dies under a step too.
-        assert re.search(
-            r"rank 1 \(pid \d+\) (was killed by signal 9|is gone) during the answer to Readback", ack.error
-        )
-        with pytest.raises(EngineFailure):
-            during.result(PATIENCE_S)
-        assert dict(during.answer.spans) == {}
-    finally:
-        served.close()
 
 
 def test_the_trainers_report_says_that_the_weights_were_taken_back(served, models):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.wire.test_messages import ANNOUNCE, ANSWERS, OPEN, changed
+from tests.helpers.messages import ANNOUNCE, ANSWERS, OPEN, changed
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
 from weightcast.wire import codec

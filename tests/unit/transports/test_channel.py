@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.clock import PATIENCE_S, Clock, wait_until
-from tests.unit.update.test_head import info
+from tests.helpers.roster import info
 from weightcast.comm import rendezvous as rendezvous_module
 from weightcast.comm import update_group as group_module
 from weightcast.comm.update_group import GroupFailed, UpdateGroup

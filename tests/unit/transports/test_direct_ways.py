@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.update.test_head import info
+from tests.helpers.roster import info
 from weightcast import ConfigError
 from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id

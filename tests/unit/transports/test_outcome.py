@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.update.test_head import info
+from tests.helpers.roster import info
 from weightcast.errors import TargetLost, TargetUnreachable
 from weightcast.transports.outcome import Outcome
 

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.helpers.models import ScalingModel
+from tests.helpers.roster import info
 from tests.helpers.session_bench import Bench
 from tests.helpers.sessions import Sender
 from tests.unit.receiver.test_rank import NEW, receiver_of
-from tests.unit.update.test_head import info
 from weightcast.adapters.registry import adapter_for
 from weightcast.cli.app import app
 from weightcast.config import UpdateConfig

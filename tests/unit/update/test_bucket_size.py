@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.update.test_head import Roster
+from tests.helpers.roster import Roster
 from tests.unit.update.test_mixed_choice import engine
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError

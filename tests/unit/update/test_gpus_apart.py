@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.unit.update.test_head import SPECS, Roster, info
+from tests.helpers.roster import SPECS, Roster, info
 from weightcast.comm import nccl
 from weightcast.comm.ipc import host_id
 from weightcast.config import Target, UpdateConfig

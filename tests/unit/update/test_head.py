@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.helpers.roster import SPECS, Roster, info
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared, TorchMemory
@@ -27,28 +28,7 @@ from weightcast.wire.answers import Ack
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import PROTOCOL
 from weightcast.wire.plans import UpdatePlan
-
-SPECS = (TensorSpec(name="t", dtype="float32", shape=(8,)),)
-
-
-def info(kind: str) -> EngineInfo:
-    return EngineInfo(
-        protocol=PROTOCOL,
-        kind=kind,
-        engine="e 1",
-        model="m",
-        version=0,
-        digest=None,
-        state="serving",
-        host_id="h",
-        tp_size=1,
-        ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
-        staging="device",
-        transports=("broadcast",),
-        specs=SPECS,
-    )
 
 
 @pytest.mark.parametrize(
@@ -63,29 +43,6 @@ def test_open_has_bucket_runs_only_if_two_buckets_may_be_in_flight(kinds, told):
 
 
 URL = "http://e"
-
-
-class Roster:
-    """Remembers how updates ended."""
-
-    def __init__(self, infos: dict[str, EngineInfo]) -> None:
-        self.infos = infos
-        self.urls = tuple(infos)
-        self.rows: list[Any] = []
-        self.current: Any = None
-        self.tried: dict[int, str | None] = {}
-
-    def client(self, url: str) -> Any:
-        return SimpleNamespace(target=SimpleNamespace(url=url, host="e"))
-
-    def look(self, urls: Any, *, hasty: bool = False, since: float | None = None) -> dict[str, EngineInfo]:
-        return {url: self.infos[url] for url in urls}
-
-    def broke_off(self, url: str, reason: str, *, whole: bool) -> None:
-        pass
-
-    def ended(self, row: Any, *, version: int, moved_on: bool, digest: str | None) -> None:
-        self.rows.append(row)
 
 
 def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.unit.update.test_head import SPECS, Roster, info
+from tests.helpers.roster import SPECS, Roster, info
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target, UpdateConfig

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.unit.update.test_head import SPECS, Roster, info
+from tests.helpers.roster import SPECS, Roster, info
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError
 from weightcast.update.choose import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.update.test_head import SPECS, info
+from tests.helpers.roster import SPECS, info
 from tests.unit.update.test_mixed_choice import HERE, THERE, plan_of
 from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.ipc import host_id

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.metrics import Series, series
 from tests.helpers.watching import A, B, ended, report, row, session_events, started, targets, trainer_events
 from weightcast.errors import ConfigError
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics
 from weightcast.watch.events import StateChanged
 from weightcast.watch.listeners import Events
-
-Series = dict[tuple[str, ...], float]
-
-
-def series(text: str) -> Series:
-    """Every sample of a page by its name and its label values, in the order of their names."""
-    found: Series = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[(sample.name, *(value for _, value in sorted(sample.labels.items())))] = sample.value
-    return found
 
 
 @pytest.fixture
@@ -209,45 +194,6 @@ def test_a_session_without_a_commit_has_an_outcome_and_no_duration(engine, outco
     assert math.isnan(found["weightcast_engine_version", "m"])
 
 
-MULTIPROCESS = """
-from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
-from tests.helpers.watching import session_events, targets, trainer_events
-from weightcast.watch import PrometheusMetrics
-from weightcast.watch.engine_metrics import EngineMetrics
-from weightcast.watch.listeners import Events
-
-events = Events([PrometheusMetrics(), EngineMetrics(REGISTRY, model_name="m", version=6)])
-for event in [*trainer_events(), *session_events(), targets(b="serving")]:
-    events.emit(event)
-registry = CollectorRegistry()
-multiprocess.MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
-"""
-
-
-def test_in_multiprocess_mode_nothing_is_labelled_with_a_process(tmp_path):
-    environment = os.environ | {
-        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    pages = [
-        subprocess.run(
-            [sys.executable, "-W", "error", "-c", MULTIPROCESS], env=environment, capture_output=True, text=True
-        )
-        for _ in range(2)  # a process that was started again, as an API server is
-    ]
-    assert [page.returncode for page in pages] == [0, 0], pages[0].stderr + pages[1].stderr
-    assert len(list(Path(tmp_path).glob("gauge_mostrecent_*.db"))) == 2
-    assert "pid=" not in pages[1].stdout
-    found = series(pages[1].stdout)
-    assert found["weightcast_updates_started_total",] == 2  # counters of both processes
-    assert found["weightcast_targets", "serving"] == 1  # gauges of the last one
-    assert math.isnan(found["weightcast_version", A])  # a series cannot be removed in this mode
-    assert found["weightcast_version", B] == 7
-    assert found["weightcast_engine_update_seconds_count", "m", "total", "ipc"] == 2
-    assert found["weightcast_engine_state", "m", "serving"] == 1
-
-
 def test_names_follow_prometheus(trainer, engine):
     """Base units as suffix, ``_total`` for counters alone, no unit in the middle."""
     events = [*trainer_events(), *session_events()]
@@ -255,17 +201,3 @@ def test_names_follow_prometheus(trainer, engine):
     for name in names:
         assert re.fullmatch(r"weightcast_[a-z_]+", name), name
         assert not re.search(r"_(ms|milliseconds|minutes|mb|gb|count_total)(_|$)", name), name
-
-
-def test_without_prometheus_client_the_error_says_what_to_install():
-    code = (
-        "import sys; sys.modules['prometheus_client'] = None\n"
-        "import weightcast.watch as watch\n"
-        "from weightcast import WeightUpdater\n"  # which does not need it
-        "WeightUpdater\n"
-        "try: watch.PrometheusMetrics\n"
-        "except ImportError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 'pip install "weightcast[metrics]"' in done.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import opentelemetry.trace
@@ -239,19 +237,3 @@ def test_without_an_sdk_there_are_no_spans_and_no_traceparent(monkeypatch):
     assert trainer.traceparent(A) == ""
     told(trainer, rest)
     told(engine_spans(), session_events())
-
-
-def test_weightcast_never_imports_opentelemetry_by_itself():
-    code = (
-        "import sys\n"
-        "from tests.helpers.watching import trainer_events, session_events\n"
-        "from weightcast.watch.listeners import Events\n"
-        "from weightcast.watch.spans import EngineSpans, TrainerSpans\n"
-        "from weightcast.watch.timeline import TimelineRecorder\n"
-        "events = Events([TrainerSpans(TimelineRecorder()), EngineSpans()])\n"
-        "for event in (*trainer_events(), *session_events()): events.emit(event)\n"
-        "events.close()\n"
-        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

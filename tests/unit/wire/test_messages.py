@@ -3,133 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.messages import (
+    ANNOUNCE,
+    ANSWERS,
+    EXAMPLES,
+    JOIN,
+    OPEN,
+    SESSION,
+    TRACEPARENT,
+    changed,
+)
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
-from weightcast.watch.events import Step
 from weightcast.wire import codec, messages
 from weightcast.wire.answers import Ack, RankAck
-from weightcast.wire.bucket_sources import (
-    BroadcastSource,
-    ByRankSource,
-    IpcSource,
-    MemoryHandle,
-    Part,
-    RanksMemory,
-)
 from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
-from weightcast.wire.engine_info import EngineInfo, RankInfo
-from weightcast.wire.held import HeldPart, HeldSums, HeldTable
-from weightcast.wire.layout import MAX_BYTES, BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import (
-    Abort,
-    Announce,
-    Close,
-    Commit,
-    Fetch,
-    Join,
-    Leave,
-    Open,
-    Owner,
-    PeerEngine,
-    Prepare,
-    Readback,
-    ReadChunk,
-    Resume,
-    Revert,
-    TellBoxes,
-)
-from weightcast.wire.plans import UpdatePlan
-
-SESSION = "0123456789abcdef" * 2
-SPEC = TensorSpec(name="model.layers.0.up.weight", dtype="bfloat16", shape=(6, 4))
-SCALAR = TensorSpec(name="scale", dtype="float32", shape=())
-SLOTS = (
-    TensorSlot(spec=SPEC, offset_bytes=0, first_row=2, num_rows=3),
-    TensorSlot(spec=SCALAR, offset_bytes=256, num_rows=1),
-)
-LAYOUT = BucketLayout(index=3, slots=SLOTS, size_bytes=260)
-PLANNED = BucketLayout(index=0, slots=SLOTS, size_bytes=260)
-SHM = MemoryHandle(kind="shm", device="cpu", size_bytes=260, token="ab" * 16, pid=123, fd=7)
-CUDA = MemoryHandle(kind="cuda", device="GPU-1", size_bytes=9, handle=b"\x00\xff" * 32, offset_bytes=5, event=b"\x01")
-OPEN = Open(
-    session=SESSION,
-    owner=Owner(host="höst", pid=1),
-    version=7,
-    allow_older=True,
-    timeout_s=120.0,
-    lease_s=0.5,
-    pause="in_place",
-    verify="resident",
-    digest="sha256",
-    specs=(SPEC, SCALAR),
-)
-TRACEPARENT = f"00-{SESSION}-{SESSION[:16]}-01"
-STEPS = (Step("wire", 0, 1.5, 2.5, 3), Step("pause", None, 2.0, 2.25))
-JOIN = Join(
-    group="g.1-x",
-    host="fe80::1%eth0",
-    port=65535,
-    token=SESSION,
-    first_rank=1,
-    world_size=2,
-    backend="gloo",
-    timeout_s=1.0,
-)
-EXAMPLES = {
-    "open": OPEN,
-    "open with a trace": msgspec.structs.replace(OPEN, traceparent=TRACEPARENT),
-    "join": JOIN,
-    "join for a session": msgspec.structs.replace(JOIN, session=SESSION),
-    "leave": Leave(group="g"),
-    "leave all": Leave(),
-    "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
-    "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
-    "announce by rank": Announce(
-        session=SESSION,
-        layout=LAYOUT,
-        source=ByRankSource(near=(RanksMemory(ranks=(0, 2), handles=(SHM,)),), group="g"),
-    ),
-    "announce by rank without a group": Announce(
-        session=SESSION, layout=LAYOUT, source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(SHM, CUDA)),))
-    ),
-    "join for some ranks": msgspec.structs.replace(JOIN, members=(1, 3)),
-    "resume": Resume(session=SESSION, buckets=3),
-    "close": Close(session=SESSION, buckets=0, by_name=True),
-    "commit": Commit(session=SESSION, digest="f" * 16),
-    "revert": Revert(session=SESSION, reason="another engine failed"),
-    "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
-    "readback": Readback(),
-    "prepare": Prepare(plan=UpdatePlan((SPEC, SCALAR), (PLANNED,), ((260,),)), verify="resident"),
-    "prepare with parts": Prepare(
-        plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
-        verify="none",
-        way="messages",
-        parts=(((Part(slot=0, offset=(2, 0), shape=(3, 4)),), (Part(slot=1, offset=(), shape=()),)),),
-        known_tables=("0" * 32,),
-    ),
-    "prepare with sources": Prepare(
-        plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
-        owner=Owner(host="h", pid=1),
-        verify="none",
-        way="memory",
-        sources=(IpcSource(handles=(MemoryHandle(kind="shm", device="cpu", size_bytes=260, token="t", pid=1, fd=3),)),),
-    ),
-    "fetch": Fetch(
-        session=SESSION, index=3, peer=PeerEngine(url="http://peer:1", api_key="k"), version=7, digest="f" * 16
-    ),
-    "chunk": ReadChunk(rank=1, index=3, layout="0" * 32, version=7, digest="f" * 16),
-    "boxes": TellBoxes(),
-}
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.layout import MAX_BYTES, TensorSpec
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -145,85 +41,12 @@ def test_every_message_has_an_example():
     assert {type(message) for message in EXAMPLES.values()} == set(messages.Message.__args__)
 
 
-ANSWERS = [
-    Ack(ok=False, error="no", failed_ranks=(1,), cause="group", state="quarantined", version=None, ranks=2),
-    Ack(
-        ok=True,
-        received_all="2",
-        received={"a": "0"},
-        received_ranks=1,
-        resident={"a": "1"},
-        mismatched=("b",),
-        stall_s=0.25,
-        heard=1.0,
-        answered=3.0,
-        steps=STEPS,
-    ),
-    RankAck(
-        rank=1,
-        held=HeldSums(HeldTable((HeldPart(spec=SPEC, box_offset=(0, 2), box_shape=(6, 2)),)), torch.tensor([-(2**63)])),
-        received_all="c",
-        received={"a": "b"},
-        missing=("x",),
-        unproven=("y",),
-        steps=STEPS,
-    ),
-    EngineInfo(
-        protocol=1,
-        engine="weightcast 0",
-        model="m",
-        state="serving",
-        version=None,
-        digest=None,
-        tp_size=1,
-        host_id="h",
-        ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
-        staging="host",
-        transports=("ipc",),
-        specs=(SPEC,),
-    ),
-    EngineInfo(
-        protocol=1,
-        engine="weightcast 0",
-        model="m",
-        state="serving",
-        version=None,
-        digest=None,
-        tp_size=2,
-        host_id="",
-        ranks=(
-            RankInfo(rank=0, pid=1, device="cpu", host_id="a", host="alpha"),
-            RankInfo(rank=1, pid=1, device="cpu", host_id="b"),
-        ),
-        staging="host",
-        transports=("ipc",),
-        specs=(SPEC,),
-    ),
-]
-
-
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
 def test_decoded_answer_equals_the_encoded_one(answer):
     decode_as = {Ack: decode_ack, RankAck: decode_rank_ack, EngineInfo: decode_info}[type(answer)]
     assert decode_as(encode(answer)) == answer
 
 
-def changed(message: Any, **changes: Any) -> bytes:
-    """The message's JSON with other values; a dotted name goes into it, ``None`` as value takes a field out."""
-    whole = json.loads(encode(message))
-    for path, value in changes.items():
-        *way, last = path.split("__")
-        place = whole
-        for step in way:
-            place = place[int(step) if step.isdigit() else step]
-        if value is ...:
-            del place[last]
-        else:
-            place[int(last) if last.isdigit() else last] = value
-    return json.dumps(whole).encode()
-
-
-ANNOUNCE = EXAMPLES["announce ipc"]
 BOUNDS = [
     *((OPEN, {"session": value}) for value in ("", "0" * 31, "0" * 33, "G" * 32, "A" * 32, "0" * 31 + "\n", 5, None)),
     *((OPEN, {"version": value}) for value in (-1, 2**53 + 1, 1.5, "1", True, None)),
@@ -379,26 +202,6 @@ def test_messages_with_other_values_are_refused_or_fine(data):
         place[key] = data.draw(json_values)
         break
     _decodes_or_refuses(json.dumps(whole).encode())
-
-
-def test_decoders_inspect_all_classes_at_import():
-    # msgspec crashes the process when two threads do so at once, and many engines are asked at once.
-    code = """
-import msgspec._utils as inside
-from weightcast.wire.answers import Ack, RankAck
-from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
-from weightcast.wire.engine_info import EngineInfo, RankInfo
-from weightcast.wire.messages import Readback
-inside.__dict__["_eval_type"] = None
-decode(encode(Readback()))
-decode_ack(encode(Ack(ok=True)))
-decode_rank_ack(encode(RankAck(rank=0)))
-info = EngineInfo(protocol=1, engine="e", model="m", state="serving", version=None, digest=None, tp_size=1, host_id="h",
-                  ranks=(RankInfo(rank=0, pid=1, device="cpu"),), staging="host", transports=(), specs=())
-assert decode_info(encode(info)) == info
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @FUZZ

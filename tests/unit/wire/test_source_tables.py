@@ -8,7 +8,7 @@ from collections.abc import Generator
 import msgspec
 import pytest
 
-from tests.unit.wire.test_messages import ANSWERS, OPEN
+from tests.helpers.messages import ANSWERS, OPEN
 from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.run_steps import EngineRequest

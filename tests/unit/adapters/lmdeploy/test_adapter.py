@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.helpers.lmdeploy_requests import SPECS, opened, opening, talk
 from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
 from weightcast.adapters.lmdeploy.detect import LmdeployKind, describe
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload
@@ -21,9 +22,8 @@ from weightcast.protocols import Invitation
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, plan_buckets
-from weightcast.wire.messages import Close, Commit, Join, Open, Owner
+from weightcast.wire.messages import Close, Commit, Join
 
-SPECS = [TensorSpec(name=f"w{index}", dtype="float32", shape=(4, 8)) for index in range(4)]
 SPECS += [TensorSpec(name="h", dtype="bfloat16", shape=(3,))]
 GPUS = ("aa", "bb")
 DONE = b'{"success": true, "message": "done"}'
@@ -37,42 +37,6 @@ def info(ranks: int = 2, devices: tuple[str, ...] = GPUS) -> EngineInfo:
         "worker_ranks": list(range(ranks)),
     }
     return describe("http://127.0.0.1:1", "m", False, status, None, RAY, {})
-
-
-def opening(**changes: Any) -> Open:
-    fields: dict[str, Any] = {
-        "session": "0" * 32,
-        "owner": Owner(host="h", pid=1),
-        "version": 7,
-        "timeout_s": 5.0,
-        "lease_s": 20.0,
-        "pause": "abort",
-        "verify": "none",
-        "specs": tuple(SPECS),
-    }
-    return Open(**fields | changes)
-
-
-def talk(steps: Any, *answers: bytes | int | TargetRejected) -> tuple[list[EngineRequest], Any]:
-    """Runs a step; returns its requests and its result.  A number is a refusal with that status."""
-    asked: list[EngineRequest] = []
-    left = list(answers)
-    try:
-        request = next(steps)
-        while True:
-            asked.append(request)
-            answer = left.pop(0)
-            if isinstance(answer, int):
-                answer = TargetRejected("no", url="u", status=answer)
-            request = steps.send(answer) if isinstance(answer, bytes) else steps.throw(answer)
-    except StopIteration as end:
-        assert not left
-        return asked, end.value
-
-
-def opened(adapter: LmdeployAdapter) -> list[str]:
-    asked, _ = talk(adapter.open(opening()), b'{"is_sleeping": false}', b"", b"")
-    return [request.path for request in asked]
 
 
 def memory(device: str = "aa", *, first_byte: int = 0, **changes: Any) -> TorchMemory:

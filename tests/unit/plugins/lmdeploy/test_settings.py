@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,24 +121,6 @@ def test_missing_hook_points_are_all_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "json.lost is missing" in said
     assert "nowhere.at.all.f is missing" in said
     assert "json.loads" not in said
-
-
-def test_the_launcher_takes_only_lmdeploys_server() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "weightcast.plugins.lmdeploy", "chat", "m"], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "serve api_server MODEL" in done.stderr
-
-
-def test_the_launcher_without_lmdeploy_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "weightcast.plugins.lmdeploy", "serve", "api_server", "m"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "weightcast cannot run in this LMDeploy: this is LMDeploy of an unknown version" in done.stderr
 
 
 def test_the_first_reason_of_a_failed_start_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Engines as the head of an update sees them, without any engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import PROTOCOL
+
+SPECS = (TensorSpec(name="t", dtype="float32", shape=(8,)),)
+
+
+def info(kind: str) -> EngineInfo:
+    return EngineInfo(
+        protocol=PROTOCOL,
+        kind=kind,
+        engine="e 1",
+        model="m",
+        version=0,
+        digest=None,
+        state="serving",
+        host_id="h",
+        tp_size=1,
+        ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
+        staging="device",
+        transports=("broadcast",),
+        specs=SPECS,
+    )
+
+
+class Roster:
+    """Remembers how updates ended."""
+
+    def __init__(self, infos: dict[str, EngineInfo]) -> None:
+        self.infos = infos
+        self.urls = tuple(infos)
+        self.rows: list[Any] = []
+        self.current: Any = None
+        self.tried: dict[int, str | None] = {}
+
+    def client(self, url: str) -> Any:
+        return SimpleNamespace(target=SimpleNamespace(url=url, host="e"))
+
+    def look(self, urls: Any, *, hasty: bool = False, since: float | None = None) -> dict[str, EngineInfo]:
+        return {url: self.infos[url] for url in urls}
+
+    def broke_off(self, url: str, reason: str, *, whole: bool) -> None:
+        pass
+
+    def ended(self, row: Any, *, version: int, moved_on: bool, digest: str | None) -> None:
+        self.rows.append(row)
