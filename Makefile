@@ -16,7 +16,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += --jobs=2
 endif
 
-.PHONY: setup lock demo engines test test-newest wide-test fuzz faults soak docs check engine-test sweep example-test \
+.PHONY: setup lock demo engines test test-all test-newest wide-test fuzz faults soak docs check engine-test sweep example-test \
 	gpu-test format clean
 
 setup: $(READY)
@@ -52,19 +52,28 @@ engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
 
 # Hundreds of processes import the package and the engines' sources, so byte code is kept even if the shell forbids it.
-test wide-test engine-test sweep example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
+test test-all check wide-test engine-test sweep example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
 
+# `make test`, `make test-all` and `make check` run each test once, but for those that are run by hand: they need a GPU or
+# much time.  tests/conftest.py says which tests are `short`.
+BY_HAND := gpu or engine_full or wide or example
 # Three test files run at the same time on two cores, since tests also wait.  TEST_WORKERS=0 runs one at a time.
 TEST_WORKERS ?= 3
-test: setup engines
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not gpu and not engine_full and not wide and not example" $(TEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The same tests with the newest versions of all packages but torch, in an environment of their own.  The engines' keep
-# theirs.  CI does not wait for it.
+# Eight minutes on two idle cores: tests/unit, and of all others those marked `short`.
+test: setup engines
+	$(PYTEST) -m "short and not ($(BY_HAND))" $(TEST_ARGS)
+
+# The rest of what CI runs.
+test-all: setup engines
+	$(PYTEST) --ignore=tests/checks -m "not short and not ($(BY_HAND))" $(TEST_ARGS)
+
+# All tests with the newest versions of all packages but torch, in an environment of their own.  The engines' keep theirs.
+# CI does not wait for it.
 test-newest:
-	$(MAKE) test VENV=.venv-newest LOCK= \
-		TEST_ARGS="--deselect tests/checks/test_lock.py::test_this_environment_has_the_locked_versions $(TEST_ARGS)"
+	$(MAKE) test VENV=.venv-newest LOCK=
+	$(MAKE) test-all VENV=.venv-newest LOCK=
 
 # Property tests with many more cases, on one to eight ranks; tens of minutes.
 wide-test: setup
@@ -94,6 +103,7 @@ soak: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# What can be found out without running the package, and tests of docs, figures, lists of files and of the tests' own tools.
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -101,6 +111,7 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(PYTEST) tests/checks $(TEST_ARGS)
 
 # Real engines of all versions, and trainers of other frameworks, on this machine's CPU.  Unlike in `make test`, Python
 # starts each of their processes.

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tests.helpers.stolen import pytest_runtest_protocol, pytest_terminal_summar
 if TYPE_CHECKING:
     from tests.helpers.harness import Engine
 
+_UNIT = Path(__file__).parent / "unit"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray's workers would run only where nobody else has work to do: beside two other files their starts took minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -55,7 +57,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of ``make test`` as short: all of tests/unit, and what says so elsewhere."""
+    for item in items:
+        if item.path.is_relative_to(_UNIT):
+            item.add_marker("short")
     items.sort(key=place_of)
 
 

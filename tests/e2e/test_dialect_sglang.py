@@ -18,8 +18,6 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import UpdateReport
 
-pytestmark = [pytest.mark.slow]
-
 WAYS = ("ipc", "broadcast", "disk")
 BUCKET = {
     "ipc": "/update_weights_from_tensor",

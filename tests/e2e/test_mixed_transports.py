@@ -408,7 +408,6 @@ def test_engine_killed_in_the_update_in_which_another_one_leaves_ipc_is_left_out
         assert serves_whole(whole) == serves_whole(walled) == report.version
 
 
-@pytest.mark.slow
 def test_reference_engines_here_and_elsewhere_answer_alike_after_one_push(tmp_path):
     for seed, name in enumerate(("old", "new")):
         tiny_model(tmp_path / name, seed=seed)

@@ -20,8 +20,6 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater
 
-pytestmark = [pytest.mark.slow]
-
 COUNT = 12
 PROMPTS = [[5], [17, 301, 44, 8], list(range(100, 140))]
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_local_experts": 5}

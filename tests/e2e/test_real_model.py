@@ -16,7 +16,7 @@ from tests.helpers.commands import context
 from weightcast.lab.demo.smollm2 import ensure_smollm2
 
 # test_vllm_short.py pushes the same model to vLLM, and test_reference_engine.py tiny ones to three ranks.
-pytestmark = [pytest.mark.slow, pytest.mark.wide]
+pytestmark = pytest.mark.wide
 
 COUNT = 8
 PROMPTS = ["The capital of France is", "Once upon a time,", "In the beginning there was"]  # of equal length in tokens

@@ -19,8 +19,6 @@ TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial"
 URL = "http://127.0.0.1:8000"
 PROMPT = [[5, 6, 7]]
 
-pytestmark = [pytest.mark.slow]
-
 
 def program(page: str, name: str) -> str:
     """The code block of a page that begins with the name of its file."""

@@ -56,8 +56,6 @@ CORE = [
     "weightcast.receiver.session",
 ]
 
-pytestmark = [pytest.mark.slow]
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:

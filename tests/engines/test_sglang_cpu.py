@@ -21,7 +21,7 @@ from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.ray.engine_kinds import sglang_engine, wake_requests
 from weightcast.report import UpdateReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 WAYS = ("broadcast", "ipc", "disk")
 # Llama's widths divide by what its ranks are: SGLang wants multiples of 64 in places.
@@ -90,7 +90,7 @@ def two_ranks(servers: list[Engine]) -> Engine:
     return servers[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.short if way == "ipc" else ()) for way in WAYS])
 def test_three_updates_in_a_row_answer_as_transformers_does(two_ranks: Engine, tmp_path: Path, way: str) -> None:
     model = tiny_model(tmp_path, seed=WAYS.index(way) + 1, **DENSE)
     first = int(version_of(two_ranks)) + 1 if version_of(two_ranks).isdigit() else 1

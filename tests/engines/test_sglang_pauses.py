@@ -20,7 +20,7 @@ from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 # Long enough that the server keeps pages of it, and that a stale one would change what follows.
 PROMPT = [5 + (7 * number) % 400 for number in range(64)]

@@ -37,7 +37,7 @@ from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.plugins.sglang.endpoints import ROUTES
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 OPTIONS: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": PATIENCE_S}
 MODES = ("retract", "in_place", "wait", "abort")

@@ -52,6 +52,7 @@ def said_by(folder: Path) -> list[list[int]]:
     return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 
+@pytest.mark.short
 def test_a_real_model_with_tied_embeddings(tmp_path: Path) -> None:
     a, b = ensure_smollm2(lambda done, total: None), tmp_path / "b"
     shutil.copytree(a, b)

@@ -26,7 +26,6 @@ gate = test_authenticated.gate  # a fixture
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(cannot()), reason=cannot())
 def test_host_that_is_cut_off_is_noticed_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing tells a host that the other one has lost its power or its network."""

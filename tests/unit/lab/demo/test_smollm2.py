@@ -75,7 +75,6 @@ needs_packages = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
 @needs_packages
 def test_the_real_model_knows_the_capital_of_france():
     from transformers import AutoModelForCausalLM, AutoTokenizer
