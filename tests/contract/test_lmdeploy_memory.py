@@ -28,7 +28,7 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, plan_buckets
 from weightcast.wire.messages import Commit
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.short]
 
 RANKS = 2
 SPECS = [

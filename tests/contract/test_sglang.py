@@ -27,7 +27,7 @@ from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.wire.layout import DTYPES
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.short]
 
 RIG = Path(__file__).parent / "sglang_rig.py"
 CHECKPOINT_ENGINE = ("checkpoint-engine==0.4.2", "loguru==0.7.3")

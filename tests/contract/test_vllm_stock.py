@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.environment import QUICK, ROOT, engine_python, engine_sources
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.short]
 
 UNIQUE_ID = base64.b64encode(bytes(range(128, 256))).decode()
 UPDATES = ["update_weights"] * 3

@@ -19,6 +19,7 @@ from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import UpdateReport
 
 WAYS = ("ipc", "broadcast", "disk")
+SHORT = [pytest.param(way, marks=pytest.mark.short if way == "disk" else ()) for way in WAYS]
 BUCKET = {
     "ipc": "/update_weights_from_tensor",
     "broadcast": "/update_weights_from_distributed",
@@ -96,7 +97,7 @@ def serves(engine: Engine, model: Any, version: int) -> None:
     assert engine.complete(PROMPTS[:1], 1)["weight_version"] == version
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SHORT)
 @pytest.mark.parametrize("number", [0, 1], ids=["one rank", "two ranks"])
 def test_three_updates_in_a_row(three: list[Engine], tmp_path: Path, way: str, number: int) -> None:
     engine = three[number]
@@ -236,7 +237,7 @@ def test_the_healthy_ones_go_on_if_that_is_wanted(one: Engine, native: Engine, t
 
 
 @pytest.mark.deadlines
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SHORT)
 def test_an_engine_that_dies_in_the_middle_is_named(folder: Path, native: Engine, tmp_path: Path, way: str) -> None:
     dialect = {"dialect": "sglang", "staging": "none", "device": "cpu", "faults": f"die@{BUCKET[way]}#1"}
     with engines(folder, tmp_path, dialect) as [doomed]:

@@ -79,6 +79,18 @@ def check(result: Result) -> None:
     assert not result.wrong, result
 
 
+@pytest.mark.short
+@pytest.mark.parametrize("fault", ["engine, kill", "memory, flip"])
+@pytest.mark.parametrize("way", KINDS["native"].transports)
+def test_every_transport_goes_on_without_a_lost_engine_and_finds_a_flipped_bit(
+    world: World, way: str, fault: str
+) -> None:
+    result = world.play(CASES[f"native, {way}: {fault} at middle bucket"])
+    check(result)
+    assert result.outcome != "no answer"
+
+
+@pytest.mark.short
 @often(CHOSEN)
 def test_whatever_fails_engines_serve_whole_versions_and_nobody_waits_too_long(world: World, name: str) -> None:
     result = world.play(CASES[name])
