@@ -16,7 +16,7 @@ from tests.engines.environment import engine_python
 from tests.engines.overlays import overlay
 from tests.engines.vllm_server import vllm, vllm_command
 from tests.helpers.vision import made, says
-from weightcast import Target, WeightUpdater
+from weightcast import WeightUpdater
 from weightcast.errors import WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.multi_module import ComposedExporter
@@ -37,7 +37,7 @@ def serving(tmp_path: Path) -> Any:
     """Starts servers with torchvision, which vLLM's processor of videos needs."""
     more = overlay(engine_python("vllm-0.32.0-cpu"), "torchvision==0.28.0")
 
-    def start(folder: Path, *options: str, stock: bool = False) -> Any:
+    def start(folder: Path, *options: str) -> Any:
         _, environment = vllm_command(folder, tmp_path, 0)
         path = os.pathsep.join((str(STANDINS), environment["PYTHONPATH"], str(more)))
         return vllm(
@@ -46,7 +46,6 @@ def serving(tmp_path: Path) -> Any:
             *options,
             "--max-model-len=512",
             "--mm-hasher-algorithm=sha256",
-            stock=stock,
             extra={"PYTHONPATH": path},
         )
 
@@ -113,14 +112,3 @@ def test_a_language_model_without_its_vision_tower_is_refused_unless_the_engine_
         with pytest.raises(WeightcastError, match=r"unknown to the engine: model\.visual\.\w+"):
             WeightUpdater.connect(str(folders["B"]), [engine.url])
         assert says(partial(answer, engine), image)[0] == expected[0]
-
-
-def test_a_stock_server_is_not_sent_a_language_model_alone(serving: Any, tmp_path: Path) -> None:
-    folders = made(tmp_path)
-    words = ("--worker-extension-cls", "weightcast.plugins.vllm.worker_extension.Extension")
-    with (
-        serving(folders["A"], *words, stock=True) as engine,
-        CheckpointExporter(folders["C"], match=LANGUAGE) as part,
-        pytest.raises(WeightcastError, match="no tensor of the update belongs to a vision tower"),
-    ):
-        WeightUpdater.connect(part, [Target(engine.url, engine="vllm-extension")])

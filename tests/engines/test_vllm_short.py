@@ -1,7 +1,6 @@
-"""The short choice for ``make test``: real vLLM on this CPU, with our receiver and without it.
+"""The short choice for ``make test``: real vLLM on this CPU, with our receiver.
 
-With it: a real model with tied embeddings on one rank, and experts on two.  Without it: vLLM's own loading, behind our
-worker extension, on what it gets wrong.
+A real model with tied embeddings is on one rank, and experts are on two.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -41,8 +39,6 @@ from weightcast.wire.codec import encode
 from weightcast.wire.messages import Join
 
 pytestmark = [pytest.mark.engine]
-
-EXTENSION = "weightcast.plugins.vllm.worker_extension.Extension"
 
 
 def said_by(folder: Path) -> list[list[int]]:
@@ -200,62 +196,3 @@ def lose_and_start_again(served: Served, logs: Path) -> None:
             report = updater.update(version=1)
             assert [(row.proof, row.version_after) for row in report.targets] == [("resident", 1)]
             assert greedy_tokens(again, PROMPTS, COUNT) == said_by(served.folders["A"])
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("stock")
-    found = {name: root / name for name in "AB"}
-    for seed, folder in enumerate(found.values()):
-        tiny_model(folder, seed=seed, tie_word_embeddings=True, **SIZES)
-        tiny_tokenizer(folder)
-    return found
-
-
-@pytest.fixture(scope="module")
-def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with vllm(
-        folders["A"], tmp_path_factory.mktemp("log"), f"--worker-extension-cls={EXTENSION}", stock=True
-    ) as engine:
-        yield engine
-
-
-def test_it_is_recognised_and_told_of_its_open_routes(engine: Engine) -> None:
-    (row,) = status(engine)
-    assert (row["engine"], row["version"], row["staging"]) == ("vllm 0.32.0", None, "none")
-    assert sorted(row["transports"]) == ["broadcast", "ipc"]
-    assert "--api-key does not cover" in row["message"]
-
-
-# vLLM's own loading, in version 0.32 on a CPU: an ``lm_head`` that is tied keeps what was packed at the start.
-def test_a_wrong_answer_after_a_200_is_caught_by_behaviour_alone(engine: Engine, folders: dict[str, Path]) -> None:
-    report = push(folders["B"], [engine], 1)
-    (row,) = report["targets"]
-    assert (row["status"], row["version_after"], row["proof"]) == ("serving", 1, "none")
-    assert "cannot prove" in row["message"]
-    assert engine.get("/weight_info") == {"weight_version": "1"}
-    assert greedy_tokens(engine, PROMPTS, COUNT) != said_by(folders["B"])  # 200, a new version, and wrong
-    checksums = engine.post("/weight_checker", action="checksum")["checksums"]
-    nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    assert sum(value == nothing for value in checksums.values()) >= 8  # packed layers are hashed as empty
-    model = AutoModelForCausalLM.from_pretrained(folders["B"], dtype=torch.float32).eval()
-    for version, via in ((2, "ipc"), (3, "broadcast")):
-        with (
-            WeightUpdater.connect(
-                model, [Target(engine.url)], transport=via, verify="behaviour", timeout_s=60.0
-            ) as updater,
-            pytest.raises(UpdateFailed, match="log-probabilities are off") as caught,
-        ):
-            updater.update(version=version)
-        (target,) = caught.value.report.targets
-        assert (target.proof, target.version_after) == ("none", version)
-        assert "off by" in target.message
-    older = weightcast("push", folders["A"], "--to", engine.url, "--version", 0)
-    assert older.returncode == 2
-    assert "older" in older.stderr
-    # The weights that it was started on are what its packed layer holds, so with them it is right again.
-    first: Any = AutoModelForCausalLM.from_pretrained(folders["A"], dtype=torch.float32).eval()
-    with WeightUpdater.connect(first, [Target(engine.url)], verify="behaviour", timeout_s=60.0) as updater:
-        (target,) = updater.update(version=4).targets
-    assert target.proof == "behaviour"
-    assert greedy_tokens(engine, PROMPTS, COUNT) == said_by(folders["A"])

@@ -19,7 +19,6 @@ from tests.helpers.tiny import tiny_model, tiny_tokenizer, two_checkpoints
 
 pytestmark = [pytest.mark.engine]
 
-EXTENSION = "--worker-extension-cls=weightcast.plugins.vllm.worker_extension.Extension"
 LONG = [[(7 * place + 3) % 200 + 5 for place in range(200)]]  # more than a block of 128 tokens
 COUNT = 8
 BLOCK = 128
@@ -88,7 +87,7 @@ def test_a_stock_server_with_such_a_store_is_refused_before_anything_moves(tmp_p
     for seed, name in enumerate("AB"):
         tiny_model(tmp_path / name, seed=seed, **SIZES)
         tiny_tokenizer(tmp_path / name)
-    options = ["--no-enable-prefix-caching", EXTENSION, *store(tmp_path / "store", "kv")]
+    options = ["--no-enable-prefix-caching", *store(tmp_path / "store", "kv")]
     with vllm(tmp_path / "A", tmp_path, *options, stock=True) as engine:
         before = greedy_tokens(engine, LONG, COUNT)
         assert list((tmp_path / "store").iterdir()), "vLLM keeps nothing outside, so there is nothing to refuse"
@@ -99,5 +98,3 @@ def test_a_stock_server_with_such_a_store_is_refused_before_anything_moves(tmp_p
         assert refused.returncode == 2
         assert "ExampleConnector" in refused.stderr
         assert greedy_tokens(engine, LONG, COUNT) == before
-    with vllm(tmp_path / "A", tmp_path, "--no-enable-prefix-caching", EXTENSION, stock=True) as engine:
-        assert push(tmp_path / "B", [engine], 1)["targets"][0]["status"] == "serving"

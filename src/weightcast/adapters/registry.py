@@ -5,12 +5,12 @@ from __future__ import annotations
 from weightcast.adapters.lmdeploy.detect import LmdeployKind
 from weightcast.adapters.native.detect import NativeAdapterKind, NativeKind
 from weightcast.adapters.sglang.detect import SglangKind
-from weightcast.adapters.vllm.detect import VllmExtensionKind, VllmKind
+from weightcast.adapters.vllm.detect import VllmKind
 from weightcast.protocols import Adapter, Kind
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.engine_info import EngineInfo
 
-KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), LmdeployKind(), VllmKind(), VllmExtensionKind())
+KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), LmdeployKind(), VllmKind())
 
 
 def adapter_kinds(request: AdapterRequest | None) -> tuple[Kind, ...]:

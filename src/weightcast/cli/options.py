@@ -98,7 +98,7 @@ EngineKind = Annotated[
     str,
     typer.Option(
         "--engine",
-        metavar="auto|native|sglang|lmdeploy|vllm|vllm-extension",
+        metavar="auto|native|sglang|lmdeploy|vllm",
         help="Kind of the engines; auto asks each one. Name a kind to use that engine's own weight routes.",
     ),
 ]

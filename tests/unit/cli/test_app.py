@@ -250,8 +250,8 @@ def test_status_of_another_server(other_server):
 
 
 def test_status_of_a_named_kind_that_the_server_is_not_says_who_would_ask_for_all(other_server):
-    result = run("status", other_server, "--engine", "vllm-extension")
-    assert "not an engine that weightcast can update as vllm-extension" in one_error(result)
+    result = run("status", other_server, "--engine", "vllm")
+    assert "not an engine that weightcast can update as vllm" in one_error(result)
     assert "leave the kind out" in result.stderr
 
 

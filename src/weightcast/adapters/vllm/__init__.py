@@ -1,1 +1,1 @@
-"""Adapters of vLLM: its own weight transfer over HTTP, or our worker extension where a version has none."""
+"""Adapter of vLLM's own weight transfer over HTTP."""

@@ -7,7 +7,6 @@ form of ``init_info`` is tried first; if the server refuses that form, the adapt
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.vllm_versions import vllm_version
 
 _SHUTDOWN = post("/shutdown_weight_transfer_engine")
 _ALREADY_ACTIVE = "already active"  # vLLM's words for a session that another trainer has left open
@@ -113,8 +113,8 @@ class VllmAdapter(BaseVllmAdapter):
             yield from self._start_session()
 
     def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:
-        if (yield from if_there(post("/finish_weight_update", {"weight_version": version}))) is not None:
-            self._started = False
+        yield post("/finish_weight_update", {"weight_version": version})
+        self._started = False
 
     def _try_finish(self) -> Generator[EngineRequest, bytes, bool]:
         return succeeds(post("/finish_weight_update"))
@@ -123,7 +123,8 @@ class VllmAdapter(BaseVllmAdapter):
         self, forms: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> Generator[EngineRequest, bytes, None]:
         """Initialises the backend; ``forms`` pairs ``init_info`` with fields for every update, newest version first."""
-        order = list(forms) if version_of(self._info.engine) >= _NEW_FORM else list(reversed(forms))
+        version = vllm_version(self._info.engine.removeprefix("vllm ")) or _NEW_FORM
+        order = list(forms) if version >= _NEW_FORM else list(reversed(forms))
         for number, (init_info, update_fields) in enumerate(order, 1):
             try:
                 yield post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -147,13 +148,13 @@ class VllmAdapter(BaseVllmAdapter):
         """Starts a session; first ends one that a dead trainer has left open, since all weights are sent anew."""
         start = post("/start_weight_update", {"is_checkpoint_format": True})
         try:
-            answer = yield from if_there(start)
+            yield start
         except TargetRejected as error:
             if _ALREADY_ACTIVE not in str(error):
                 raise
             yield from self._try_finish()
-            answer = yield from if_there(start)
-        self._started = answer is not None  # versions before 0.22 have no sessions
+            yield start
+        self._started = True
 
     def _release_old_group(self) -> Generator[EngineRequest, bytes, None]:
         """Releases the previous group; first ends a session that a dead trainer has left open."""
@@ -162,9 +163,3 @@ class VllmAdapter(BaseVllmAdapter):
         except TargetRejected:
             yield from self._try_finish()
             yield from succeeds(_SHUTDOWN)
-
-
-def version_of(engine: str) -> tuple[int, ...]:
-    """Major and minor number in ``"vllm 0.25.1"``; a development version (``0.1.dev7``) counts as new."""
-    found = re.search(r"(\d+)\.(\d+)\.\d", engine)
-    return (int(found[1]), int(found[2])) if found else _NEW_FORM

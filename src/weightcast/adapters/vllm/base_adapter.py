@@ -1,8 +1,6 @@
-"""The steps that both vLLM adapters share: pause, resume, checksums, version stamp and score.
+"""The steps around vLLM's weight transfer: pause, resume, checksums, version stamp and score.
 
-``VllmAdapter`` uses vLLM's own weight transfer; ``ExtensionAdapter`` calls our worker extension.  Each says how it
-starts and finishes a weight update, joins a group and sends a bucket.  Neither can stage: buckets go straight into
-live weights.
+vLLM cannot stage: buckets go straight into live weights.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from typing import Any
 
 from weightcast.adapters.stock import stock_info
 from weightcast.adapters.vllm.adapter import VllmAdapter
-from weightcast.adapters.vllm.extension_adapter import ExtensionAdapter
 from weightcast.adapters.vllm.requests import decoded, if_there
 from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest
@@ -15,6 +14,7 @@ from weightcast.errors import WireError
 from weightcast.protocols import Adapter
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
+from weightcast.wire.vllm_versions import INSTALL_NEWER, too_old
 
 Asked = Generator[EngineRequest, bytes, EngineInfo | None]
 
@@ -23,7 +23,6 @@ class VllmKind:
     """Stock vLLM with its own weight transfer."""
 
     name = "vllm"
-    _extended = False
 
     def recognise(self, url: str) -> Asked:
         """As ``Kind.recognise``."""
@@ -34,12 +33,11 @@ class VllmKind:
         if size is None:
             return (yield from self._without_dev_mode(url, version))
         facts = Facts.of((yield from if_there(SERVER_INFO)))
-        if (facts.backend == "extension") is not self._extended:
-            return None
         weights = yield from _object("/weight_info")
         paused = yield from _object("/is_paused")
         model = yield from _model()
         count = int(size.get("world_size", 1))
+        old = too_old(version)
         return stock_info(
             url,
             ["cpu" if facts.on_cpu else "cuda"] * count,
@@ -47,8 +45,8 @@ class VllmKind:
             engine=f"vllm {version}",
             model=model,
             version=_number((weights or {}).get("weight_version")),
-            transports=facts.transports(),
-            message=facts.advice(),
+            transports=() if old else facts.transports(),
+            message=f"{old}: {INSTALL_NEWER}" if old else facts.advice(),
             paused=bool((paused or {}).get("is_paused")),
             dp_size=facts.dp_size,
             ep_size=count if facts.experts_apart else 1,
@@ -66,23 +64,13 @@ class VllmKind:
         """Describes a vLLM server that lacks the routes of an update; None if the server is not vLLM."""
         page = yield from _object("/openapi.json")
         paths = (page or {}).get("paths")
-        if self._extended or not isinstance(paths, dict) or not {"/v1/completions", "/tokenize"} <= paths.keys():
+        if not isinstance(paths, dict) or not {"/v1/completions", "/tokenize"} <= paths.keys():
             return None
         model = yield from _model()
-        message = f"{DEV_MODE} and {CONFIG}; {OPEN_ROUTES}"
+        old = too_old(version)
+        message = f"{old}: {INSTALL_NEWER}" if old else f"{DEV_MODE} and {CONFIG}; {OPEN_ROUTES}"
         told = {"engine": f"vllm {version}", "model": model, "version": None, "message": message}
         return stock_info(url, ["cuda"], kind=self.name, transports=(), **told)
-
-
-class VllmExtensionKind(VllmKind):
-    """Stock vLLM with our worker extension."""
-
-    name = "vllm-extension"
-    _extended = True
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return ExtensionAdapter(info)
 
 
 def _version() -> Generator[EngineRequest, bytes, str | None]:

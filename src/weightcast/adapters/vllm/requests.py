@@ -1,4 +1,4 @@
-"""Requests that both vLLM adapters send: pause, resume, score, checksums, and helpers for routes that may be missing.
+"""Requests beside vLLM's weight transfer: pause, resume, score, checksums, and helpers for routes that may be missing.
 
 The checksums are vLLM's own SHA-256 of every parameter as it is stored: fused, sharded, one for each rank.  They tell
 whether parameters changed and whether two engines that were alike still are.  They cannot prove that the engine holds

@@ -16,8 +16,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import WireError
 
 SERVER_INFO = EngineRequest(method="GET", path="/server_info?config_format=json")
-EXTENSION = "weightcast.plugins.vllm.worker_extension.Extension"
-Backend = Literal["nccl", "ipc", "extension"]
+Backend = Literal["nccl", "ipc"]
 
 DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 CONFIG = '--weight-transfer-config \'{"backend": "nccl"}\' (broadcast) or \'{"backend": "ipc"}\' (same GPU)'
@@ -39,7 +38,7 @@ class Facts:
     """The options with which a server was started, as far as it tells.
 
     Attributes:
-        backend: Backend of its weight transfer, or ``extension`` for our worker extension; None without either.
+        backend: Backend of its weight transfer; None without one.
         told: True if the server told its options.
         other: Name of a backend that weightcast does not support.
         on_cpu: True if its weights are on a CPU.
@@ -87,19 +86,16 @@ class Facts:
         except WireError:
             return Facts()
         config = _table(answer.get("vllm_config"))
-        if not config:  # older versions give it as text
+        if not config:
             return Facts()
         environment = _table(answer.get("vllm_env"))
         transfer = _table(config.get("weight_transfer_config")).get("backend")
         parallel = _table(config.get("parallel_config"))
-        extension = parallel.get("worker_extension_cls")
         replicas = parallel.get("data_parallel_size")
         backend: Backend | None = None
         other = ""
         if transfer in ("nccl", "ipc"):
             backend = transfer
-        elif extension == EXTENSION:
-            backend = "extension"
         elif transfer:
             other = str(transfer)
         pickles = environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION")
@@ -135,8 +131,6 @@ class Facts:
             return ("broadcast", "ipc")
         if self.moves_experts or self.never_emptied:
             return ()
-        if self.backend == "extension":
-            return ("broadcast", "ipc")
         if self.backend == "nccl" and not self.on_cpu:
             return ("broadcast",)
         if self.backend == "ipc" and not self.on_cpu and self.pickles is not False:
@@ -166,11 +160,6 @@ class Facts:
         if self.quantised:
             found.append(
                 f"its weights are quantised ({self.quantised}): vLLM computes them from what is sent, without a proof"
-            )
-        if self.backend == "extension" and self.on_cpu:
-            found.append(
-                "on a CPU vLLM 0.32 loads new weights next to those that it has packed: a tied lm_head stays old and "
-                'experts stay unpacked; verify="behaviour" shows it, and the plug-in has no such defect'
             )
         return tuple(found)
 

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoints", nargs=2, type=Path, required=True, metavar=("A", "B"), help="folders of two models of one kind"
     )
-    parser.add_argument("--engine", default="auto", help="kind of engine: auto, native, vllm, vllm-extension, sglang")
+    parser.add_argument("--engine", default="auto", help="kind of engine: auto, native, vllm, sglang")
     parser.add_argument("--via", default="auto", help="transport of the updates that are not about one")
     parser.add_argument("--bucket-bytes", help="size of a bucket, such as 64MiB; a sixth of the checkpoint by default")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="deadline of one wait, in seconds")

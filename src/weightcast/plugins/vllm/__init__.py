@@ -79,9 +79,9 @@ def make_endpoints() -> Endpoints:
     """Makes vLLM's endpoint plug-in with our routes; ``ConfigError`` if this vLLM cannot have it."""
     from weightcast.plugins.vllm.core_switch import install
     from weightcast.plugins.vllm.endpoints import Endpoints
-    from weightcast.plugins.vllm.hook_points import IN_SERVER, VLLM
+    from weightcast.plugins.vllm.hook_points import check_server
 
-    VLLM.check(IN_SERVER)
+    check_server()
     share_log_handlers()
     install()
     return Endpoints()

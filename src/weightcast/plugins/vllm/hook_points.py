@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from weightcast.errors import ConfigError
 from weightcast.plugins.engine_needs import EngineNeeds
+from weightcast.wire.vllm_versions import INSTALL_NEWER, too_old
 
 VLLM = EngineNeeds(
     name="vLLM",
@@ -39,7 +41,19 @@ IN_RANKS: dict[str, tuple[str, ...]] = {
 WORKER = ("determine_available_memory", "compile_or_warm_up_model", "sleep", "wake_up", "execute_model")
 
 
+def check_server() -> None:
+    """Looks at the version, and for what our hooks in the API server need; ``ConfigError`` if this vLLM lacks it."""
+    _check_version()
+    VLLM.check(IN_SERVER)
+
+
 def check_worker(worker_class: type) -> None:
-    """Looks for the methods of a worker's class that our hooks wrap, and their parameters; ``ConfigError`` without."""
+    """Looks at the version, and for the methods of a worker's class that our hooks wrap; ``ConfigError`` without."""
+    _check_version()
     place = f"{worker_class.__module__}:{worker_class.__qualname__}."
     VLLM.check({place + name: ("self",) for name in WORKER} | IN_RANKS)
+
+
+def _check_version() -> None:
+    if old := too_old(VLLM.version()):
+        raise ConfigError(old, hint=f"{INSTALL_NEWER}, or {VLLM.without}")

@@ -29,27 +29,19 @@ def store_outside(vllm_config: Any) -> str:
     return "the offloaded KV cache" if getattr(cache, "kv_offloading_size", None) else ""
 
 
-def why_never_emptied(vllm_config: Any) -> tuple[str, str]:
-    """Returns why an update leaves old results in a store, and what to do; two empty strings if it does not."""
+def check_stores(vllm_config: Any) -> None:
+    """Raises ``ConfigError`` if vLLM answers requests from a store that an update cannot empty."""
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not _is_emptied(transfer):
-        return (
+        raise ConfigError(
             f"{store_outside(vllm_config)} {_WHY}",
-            "start vLLM without --kv-transfer-config; what vLLM itself offloads to host memory is emptied "
+            hint="start vLLM without --kv-transfer-config; what vLLM itself offloads to host memory is emptied "
             "(--kv-offloading-size)",
         )
     encoders = getattr(vllm_config, "ec_transfer_config", None)
     connector = getattr(encoders, "ec_connector", None)
     if connector:
-        return f"the encoder connector {connector} {_WHY}", "start vLLM without --ec-transfer-config"
-    return "", ""
-
-
-def check_stores(vllm_config: Any) -> None:
-    """Raises ``ConfigError`` if vLLM answers requests from a store that an update cannot empty."""
-    why, hint = why_never_emptied(vllm_config)
-    if why:
-        raise ConfigError(why, hint=hint)
+        raise ConfigError(f"the encoder connector {connector} {_WHY}", hint="start vLLM without --ec-transfer-config")
 
 
 def _is_emptied(transfer: Any) -> bool:

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from weightcast.adapters.vllm.adapter import VllmAdapter
-from weightcast.adapters.vllm.detect import VllmExtensionKind, VllmKind
-from weightcast.adapters.vllm.extension_adapter import ExtensionAdapter
+from weightcast.adapters.vllm.detect import VllmKind
 from weightcast.adapters.vllm.payload import ipc_handles
-from weightcast.adapters.vllm.server_info import EXTENSION, Facts
+from weightcast.adapters.vllm.server_info import Facts
 from weightcast.comm.run_steps import EngineRequest, converse_on_loop
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.config import PauseMode
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.runtime.deadline import Deadline
-from weightcast.wire.codec import decode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, plan_buckets
 from weightcast.wire.messages import Close, Commit, Open, Owner
@@ -172,18 +170,28 @@ def test_server_without_dev_mode_is_recognised_and_advised() -> None:
     ],
 )
 def test_other_servers_are_not_taken_for_vllm(server: Server) -> None:
-    for kind in (VllmKind(), VllmExtensionKind()):
-        assert server.ask(kind.recognise("http://127.0.0.1:1")) is None
+    assert server.ask(VllmKind().recognise("http://127.0.0.1:1")) is None
 
 
-def test_extension_is_a_kind_of_its_own() -> None:
-    info = started(parallel_config={"worker_extension_cls": EXTENSION})
-    assert a_server(info).ask(VllmKind().recognise("http://127.0.0.1:1")) is None
-    found = a_server(info).ask(VllmExtensionKind().recognise("http://127.0.0.1:1"))
-    assert (found.kind, found.transports) == ("vllm-extension", ("broadcast", "ipc"))
-    assert isinstance(VllmExtensionKind().adapter(found), ExtensionAdapter)
-    other = started(weight_transfer_config={"backend": "nccl"})
-    assert a_server(other).ask(VllmExtensionKind().recognise("http://127.0.0.1:1")) is None
+@pytest.mark.parametrize("version", ["0.24.9", "0.15.1+cpu"])
+def test_a_vllm_below_the_lowest_version_takes_no_update_and_is_told_both(version: str) -> None:
+    info = started(weight_transfer_config={"backend": "nccl"})
+    paths = {"/v1/completions": {}, "/tokenize": {}, "/version": {}}
+    for server in (
+        a_server(info, version={"version": version}),
+        Server(version={"version": version}, openapi_json={"paths": paths}),
+    ):
+        found = info_of(server)
+        assert found.transports == ()
+        assert found.message == (
+            f"vLLM {version} is older than 0.25, the lowest version that weightcast updates: install vLLM 0.25 or newer"
+        )
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "1.0.0", "0.1.dev7"])
+def test_the_lowest_version_and_development_versions_are_updated(version: str) -> None:
+    info = started(weight_transfer_config={"backend": "nccl"})
+    assert info_of(a_server(info, version={"version": version})).transports == ("broadcast",)
 
 
 def info_of(server: Server) -> EngineInfo:
@@ -206,12 +214,14 @@ def test_in_place_pause_with_prefix_caching_is_refused() -> None:
     assert not any(path.startswith("/pause") for path in server.asked)
 
 
-def test_server_without_sessions_is_updated_without_one() -> None:
+def test_a_bucket_is_one_packed_chunk_of_an_update() -> None:
     server = a_server(
         started(weight_transfer_config={"backend": "ipc"}),
         pause={},
         init_weight_transfer_engine={},
+        start_weight_update={},
         update_weights={},
+        finish_weight_update={},
         resume={},
     )
     adapter = by_ipc(server)
@@ -290,6 +300,7 @@ def test_init_form_of_the_version_is_tried_first(
         get_world_size={"world_size": ranks},
         pause={},
         init_weight_transfer_engine=init,
+        start_weight_update={},
     )
     adapter = by_ipc(server)
     server.ask(adapter.open(opening()))
@@ -309,16 +320,23 @@ def test_init_is_not_repeated_with_several_workers() -> None:
     assert server.asked.count("/init_weight_transfer_engine") == 1
 
 
-def test_extension_gets_messages_as_text() -> None:
-    server = a_server(started(), pause={}, collective_rpc={"results": [None]}, resume={})
-    adapter = ExtensionAdapter(info_of(server))
+def test_an_aborted_update_leaves_the_engine_paused_once_a_bucket_was_sent() -> None:
+    server = a_server(
+        started(weight_transfer_config={"backend": "ipc"}),
+        is_paused={"is_paused": False},
+        pause={},
+        init_weight_transfer_engine={},
+        start_weight_update={},
+        update_weights={},
+        finish_weight_update={},
+        resume={},
+    )
+    adapter = by_ipc(server)
     server.ask(adapter.open(opening(pause="retract")))
     assert "/pause?mode=keep&clear_cache=true" in server.asked
     (layout,) = plan_buckets(SPECS, bucket_bytes=1 << 20, packing=adapter.packing)
-    server.ask(adapter.bucket(SESSION, layout, group="g", shared=()))
-    said = server.bodies[-1]
-    assert said["method"] == "weightcast_apply"
-    assert decode(said["args"][0].encode()).layout == layout  # type: ignore[union-attr]
+    memory = TorchMemory(kind="cuda", device="GPU-1", size_bytes=64, handle=b"h")
+    server.ask(adapter.bucket(SESSION, layout, group=None, shared=[Shared(torch=(memory, memory))]))
     assert server.ask(adapter.abort(SESSION, "no")).state == "quarantined"
     server.ask(adapter.open(opening()))
     assert server.ask(adapter.abort(SESSION, "no")).state == "quarantined"  # what was half written still is
@@ -366,3 +384,13 @@ def test_leaving_a_vllm_without_the_release_route_succeeds() -> None:
     server = a_server(started())
     assert server.ask(VllmAdapter(info_of(server)).leave("g")).ok
     assert server.asked[-1] == "/shutdown_weight_transfer_engine"
+
+
+def test_a_language_model_alone_is_refused_by_a_server_that_encodes_images() -> None:
+    images = {"multimodal_config": {"limit_per_prompt": {}}}
+    server = a_server(started(weight_transfer_config={"backend": "ipc"}, model_config=images))
+    tower = TensorSpec(name="model.visual.blocks.0.attn.proj.weight", dtype="bfloat16", shape=(4, 4))
+    adapter = VllmAdapter(info_of(server))
+    adapter.check((*SPECS, tower), delivery="memory", bucket_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="no tensor of the update belongs to a vision tower"):
+        adapter.check(SPECS, delivery="memory", bucket_bytes=1 << 20)

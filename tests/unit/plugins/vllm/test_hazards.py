@@ -13,11 +13,10 @@ import msgspec
 import pytest
 
 from weightcast.adapters.vllm.server_info import Facts
-from weightcast.errors import ConfigError, Refused
+from weightcast.errors import ConfigError
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.hazards import hazards_of
 from weightcast.plugins.vllm.stores import check_stores, store_outside
-from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.transports.preflight import warn_hazards
 from weightcast.update.diagnose import _staging, hazards
 from weightcast.wire.codec import decode_info, encode
@@ -131,15 +130,6 @@ def test_a_store_of_encoder_outputs_is_refused_by_name():
     assert "start vLLM without --ec-transfer-config" in facts.never_emptied
 
 
-def test_the_extension_refuses_such_a_store_too():
-    worker: Any = Extension()
-    worker.vllm_config = config(
-        parallel_config=SimpleNamespace(), kv_transfer_config=SimpleNamespace(kv_connector="Shelf")
-    )
-    with pytest.raises(Refused, match="the KV connector Shelf keeps"):
-        worker.weightcast_start()
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -152,15 +142,6 @@ def test_the_extension_refuses_such_a_store_too():
         ({"speculative_config": {"method": "eagle"}}, "its draft model is not updated"),
         ({"model_config": {"multimodal_config": {"limit_per_prompt": {}}}}, "it encodes images"),
         ({"model_config": {"quantization": "fp8"}}, "its weights are quantised (fp8)"),
-        (
-            {
-                "parallel_config": {
-                    "worker_extension_cls": "weightcast.plugins.vllm.worker_extension.Extension",
-                },
-                "device_config": {"device": "cpu"},
-            },
-            "a tied lm_head stays old",
-        ),
     ],
 )
 def test_a_stock_server_tells_them_too(changes, words):

@@ -1,10 +1,12 @@
-"""The settings of the plug-in in vLLM's own configuration."""
+"""What the plug-in in vLLM checks at the start: vLLM's version, and settings in vLLM's own configuration."""
 
 from __future__ import annotations
 
 import pytest
 
 from weightcast.errors import ConfigError
+from weightcast.plugins.engine_needs import EngineNeeds
+from weightcast.plugins.vllm.hook_points import check_server, check_worker
 from weightcast.plugins.vllm.rank_protocol import settings_of
 
 
@@ -37,3 +39,11 @@ def test_a_setting_that_is_not_understood_is_named(config, words):
     with pytest.raises(ConfigError, match=words) as caught:
         settings_of(config)
     assert "--additional-config" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("start", [check_server, lambda: check_worker(object)], ids=["API server", "worker"])
+def test_a_vllm_below_the_lowest_version_is_refused_with_both_versions(start, monkeypatch):
+    monkeypatch.setattr(EngineNeeds, "version", lambda needs: "0.24.0+cu129")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.24\.0\+cu129 is older than 0\.25, the lowest version") as caught:
+        start()
+    assert str(caught.value.hint).startswith("install vLLM 0.25 or newer")
