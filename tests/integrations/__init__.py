@@ -1,1 +1,1 @@
-"""Integrations with real trainers: TRL, verl, vLLM's trainer side, and classes for miles and xtuner."""
+"""Integrations with real trainers: TRL, verl, vLLM's trainer side, a recipe for miles, and a class for xtuner."""

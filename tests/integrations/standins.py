@@ -1,22 +1,21 @@
-"""Stand-ins for the parts of miles and xtuner that our classes meet.
+"""Stand-ins for the parts of miles and xtuner that our code for them meets.
 
 Neither package is on an index in a version that has these interfaces.  The stand-ins have the names, the signatures
 and the order of calls of the projects' sources: miles' ``weight_update/{protocol,updater,hf_weight_iterator}.py`` at
 78669cf9c, xtuner's ``v1/rl/weight_update/{data,weight_iterator,update_weighter}.py`` at b934f4620.
-``test_sources.py`` runs the same jobs with the sources themselves.
+``test_sources.py`` runs xtuner's sources themselves.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -81,22 +80,10 @@ class SGLangApiClient:
     api_key: str | None = None
 
 
-class MilesDriver(Protocol):
-    """The driver of a protocol on every training rank, and the weights that it syncs."""
-
-    protocol: Any
-    weights: Weights
-    weight_version: int
-
-    def connect_rollout_engines(self, urls: list[str]) -> None: ...
-
-    def update_weights(self) -> None: ...
-
-
 class MilesUpdater:
     """The driver: its calls of a protocol, in their order, on every training rank."""
 
-    def __init__(self, protocol: WeightTransferProtocol, weights: Weights, *, bucket_tensors: int = 3) -> None:
+    def __init__(self, protocol: Any, weights: Weights, *, bucket_tensors: int = 3) -> None:
         self.protocol = protocol
         self.weights = weights
         self.bucket_tensors = bucket_tensors
@@ -128,77 +115,20 @@ class MilesUpdater:
                 yield [(name, tensor.clone()) for name, tensor in items[start : start + self.bucket_tensors]]
 
 
-def miles_standin(settings: dict[str, Any], weights: Weights) -> MilesDriver:
-    """The stand-in for miles' updater, with our protocol.
+def miles_standin(settings: dict[str, Any], weights: Weights) -> MilesUpdater:
+    """The stand-in for miles' updater, with the protocol of the page about miles.
 
     Args:
         settings: Fields of miles' arguments.
         weights: Tensors in Hugging Face names.
     """
     install_miles()
-    from weightcast.integrations.miles import build_protocol
-
-    return MilesUpdater(build_protocol(Namespace(**settings)), weights)
-
-
-def miles_from_sources(root: str) -> Callable[[dict[str, Any], Weights], MilesDriver]:
-    """A function like ``miles_standin`` with miles' own updater and base classes.
-
-    Args:
-        root: Folder with ``miles/``.
-    """
-    return partial(_miles_from_sources, root)
-
-
-def _miles_from_sources(root: str, settings: dict[str, Any], weights: Weights) -> MilesDriver:
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    sources = importlib.import_module("miles.backends.training_utils.weight_update.hf_weight_iterator")
-    client = importlib.import_module("miles.backends.sglang_utils.sglang_api_client").SGLangApiClient
-    importlib.import_module("miles.utils.distributed_utils").init_gloo_group()
-    updater = importlib.import_module("miles.backends.training_utils.weight_update.updater")
-
-    class Weighed(sources.HfWeightIteratorBase):
-        """Streams a dictionary; reading is collective, as it is from a sharded model."""
-
-        def _iter_hf_param_units(self, weights: Weights, *, materialize: bool) -> Iterator[Any]:
-            for name, tensor in weights.items():
-                dist.barrier()
-                if materialize:
-                    yield [(name, tensor.clone())]
-
-        def _iter_hf_adapter_units(self, lora_name: str, adapter: Any, *, materialize: bool) -> Iterator[Any]:
-            raise AssertionError("no adapters here")
-
-    def iterator(args: Namespace, model: Any, *, required_placement: Any, **more: Any) -> Any:
-        placement = sources.resolve_placement(required_placement, None)
-        return Weighed(args, model, placement=placement, **more)
-
-    class Sources(updater.WeightUpdater):
-        def __init__(self) -> None:
-            args = Namespace(
-                colocate=False,
-                update_weight_transfer_mode="external",
-                custom_weight_transfer_protocol_path="weightcast.integrations.miles.build_protocol",
-                update_weight_buffer_size=1 << 12,
-                **settings,
-            )
-            self.weights = weights
-            super().__init__(
-                args,
-                [],
-                weights_getter=lambda: self.weights,
-                model_name="toy",
-                quantization_config=None,
-                iterator_factory=iterator,
-                parallel_state=None,
-                is_lora=False,
-            )
-
-        def connect_rollout_engines(self, urls: list[str]) -> None:
-            super().connect_rollout_engines([client(server_url=url) for url in urls], [1] * len(urls), [0] * len(urls))
-
-    return Sources()
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "miles.md").read_text()
+    _, _, rest = page.partition("```python\n")
+    code, _, _ = rest.partition("```\n")
+    protocol = ModuleType("weightcast_for_miles")
+    exec(compile(code, "weightcast_for_miles.py", "exec"), protocol.__dict__)
+    return MilesUpdater(protocol.build_protocol(Namespace(**settings)), weights)
 
 
 def install_miles() -> None:

@@ -1,7 +1,7 @@
-"""Our classes for miles and xtuner on the projects' own sources, which are read from checkouts.
+"""Our class for xtuner on the project's own sources, which are read from a checkout.
 
-Neither package is on an index in a version with these interfaces.  ``WEIGHTCAST_MILES`` and ``WEIGHTCAST_XTUNER`` name
-folders with ``miles/`` and ``xtuner/`` in them.  The pages of the two integrations name the revisions that were run.
+The package is on no index in a version with these interfaces.  ``WEIGHTCAST_XTUNER`` names a folder with ``xtuner/`` in
+it.  The page of the integration names the revision that was run.
 """
 
 from __future__ import annotations
@@ -9,65 +9,21 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.engines import engines
-from tests.helpers.harness import Engine, next_version, serves_whole
-from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 from tests.integrations.environment import trainer_python
 from tests.integrations.script import run_script
-from tests.integrations.standins import miles_from_sources
-from tests.integrations.test_standins import NOWHERE, miles_job, miles_job_that_loses_its_engine
 from weightcast.digest.definition import tensor_digest
 from weightcast.integrations.xtuner import UpdateWeighter
 
-MILES = os.environ.get("WEIGHTCAST_MILES", "")
 XTUNER = os.environ.get("WEIGHTCAST_XTUNER", "")
 
-needs_miles = pytest.mark.skipif(not MILES, reason="WEIGHTCAST_MILES names no folder with miles/ in it")
 needs_xtuner = pytest.mark.skipif(not XTUNER, reason="WEIGHTCAST_XTUNER names no folder with xtuner/ in it")
-
-# -- miles
-
-
-@needs_miles
-def test_miles_own_updater_syncs_again_and_again(ranks: Ranks, engine: Engine) -> None:
-    before = engine.digests()
-    seeds = [next_version(), next_version(), next_version()]
-    said = ranks.run(partial(miles_job, miles_from_sources(MILES)), [engine.url], seeds, seeds[0])
-    metrics = ["weightcast/bytes", "weightcast/seconds"]
-    assert said[0] == [(version, metrics, True) for version in seeds]
-    assert said[1] == [(version, [], False) for version in seeds]
-    assert serves_whole(engine) == seeds[-1]
-    assert not set(before.values()) & set(engine.digests().values())
-
-
-@needs_miles
-def test_miles_own_updater_fails_on_every_rank(ranks: Ranks) -> None:
-    version = next_version()
-    head, other = ranks.run(partial(miles_job, miles_from_sources(MILES)), [NOWHERE], [version], version)
-    assert head[0].startswith("TargetUnreachable: http://127.0.0.1:9")
-    assert other[0].startswith("TrainerRankFailed: rank 0 could not update the engines: TargetUnreachable")
-
-
-@needs_miles
-def test_miles_own_updater_goes_on_after_a_failed_update(ranks: Ranks, engine: Engine) -> None:
-    version = next_version()
-    assert next_version() == version + 1
-    job = partial(miles_job_that_loses_its_engine, miles_from_sources(MILES))
-    head, other = ranks.run(job, engine.url, version)
-    assert "older" in head[0]
-    assert other[0].startswith("TrainerRankFailed: rank 0 could not update the engines")
-    assert head[1] == other[1] == f"version {version + 1}"
-    assert serves_whole(engine) == version + 1
-
-
-# -- xtuner
 
 
 @needs_xtuner
