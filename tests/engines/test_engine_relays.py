@@ -96,14 +96,6 @@ class Fleet:
         assert json.loads(report)["transport"] == "direct"
         return json.loads(report)["targets"], first + second
 
-    def retarget(self, engines: list[Engine]) -> dict[str, Any]:
-        """The report of a catch-up from peers, in which the trainer sends nothing."""
-        answers = self.ranks.run(training.retarget, [engine.url for engine in engines])
-        report = json.loads(answers[0][0])
-        assert (report["transport"], report["bytes"]) == ("peer", 0)
-        assert all(sent == answers[0][1] == 0 for _, sent in answers)
-        return report
-
     def says(self, engine: Engine) -> Tokens:
         return self.kind.says(engine, PROMPTS, COUNT)
 
@@ -152,8 +144,8 @@ def test_vllm_passes_shards_on_and_a_late_server_copies_from_its_peer(tmp_path: 
         rows, sent = fleet.update()
         assert [is_proven(fleet, row) for row in rows] == [True] * 2
         assert size_bytes(fleet.trained) <= sent < 1.02 * size_bytes(fleet.trained)
-        report = fleet.retarget(engines)
-        assert [is_proven(fleet, row) for row in report["targets"]] == [True]
+        copied = catch_up(engines[2], engines[0].url)
+        assert (copied["version"], copied["ranks"]) == (fleet.version, 1)
         fleet.check(*engines)
 
 
@@ -191,24 +183,9 @@ def test_engines_in_a_chain_get_lost_and_come_back(tmp_path: Path, kind: Kind) -
         assert copied["proven"] == len(one.digests())
         fleet.check(one, two, late)
 
-        # The trainer lets it copy the next version, and sends nothing, since its own weights have moved on.
-        fleet.train()
-        fleet.update()
-        fleet.check(one, two)
-        served = fleet.version
-        fleet.train()
-        with Streaming(one) as load:
-            load.see_more(1)
-            report = fleet.retarget([one, two, late])
-            load.see_more()
-        assert load.failures == []
-        assert report["version"] == served
-        [row] = report["targets"]
-        assert (row["url"], row["proof"], row["version_after"], row["ranks"]) == (late.url, "resident", served, 2)
-        assert late.digests() == one.digests()
-        assert fleet.says(late) == fleet.says(one)
-
         # Now it is in the chain, as the last.  The middle one dies while it passes shards on.
+        fleet.train()
+        fleet.connect([one, two, late], direct_by="relay")
         rank = two.info()["ranks"][1]
         family = two.family()
         rows, _ = fleet.update(partial(os.kill, rank["pid"], signal.SIGKILL))

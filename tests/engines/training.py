@@ -121,15 +121,6 @@ def failed_update(version: int, strike: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def retarget(urls: list[str]) -> tuple[str, int]:
-    """The report of a catch-up from peers as JSON, empty if there was none, and the bytes that this rank sent."""
-    held = training()
-    assert held.updater is not None
-    held.sent = 0
-    report = held.updater.retarget([Target(url) for url in urls], catch_up="peers")
-    return "" if report is None else report.to_json(), held.sent
-
-
 def end() -> None:
     """Closes the updater."""
     global _training

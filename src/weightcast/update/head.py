@@ -27,7 +27,6 @@ from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import check_not_older
 from weightcast.update.choose import Plan, Probed
 from weightcast.update.exchange import Exchange
-from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.prepare import Preparation, SendPlan
 from weightcast.update.sessions import Sessions
@@ -97,8 +96,6 @@ class Head:
         self._counts_on = False
         self._asked_at: float | None = None
         self._failure: WeightcastError | None = None
-        self._targets = {target.url: target for target in targets}
-        self._late = Late()
         self._mapped: Sequence[Link] = ()  # targets that have mapped this trainer's memory before the first update
 
     # -- before an attempt
@@ -150,7 +147,6 @@ class Head:
         self._on_head_s = 0.0
         self._started = time.monotonic()
         self._verifier.begin(must_be)
-        self._late = Late()
 
     def begin_catch_up(self) -> AttemptResult:
         """Starts an update of the targets that do not serve the current version; ``again`` if there are any."""
@@ -167,19 +163,6 @@ class Head:
             return AttemptResult(failure=Failure.of(error))
         self.begin(current.version, must_be=current.digest, only=behind)
         return AttemptResult(again=True)
-
-    def copy_from_peers(self) -> AttemptResult:
-        """After ``begin_catch_up``, copies the version to late targets from active ones; ``again`` if some are left."""
-        current = self._roster.current
-        assert current is not None
-        infos = {url: link.info for url, link in self._plan.links.items()}
-        self._late = late = bring_in(list(self._outcomes), self._targets, infos, self._roster, current, self._config)
-        self._outcomes = {url: Outcome() for url in late.failures}
-        for url, why in late.failures.items():
-            self._outcomes[url].notes.append(f"sent by the trainer, because no peer gave the weights: {why}")
-        if late.failures:
-            return AttemptResult(again=True)
-        return AttemptResult(report=late.report(current, seconds=time.monotonic() - self._started))
 
     # -- one attempt
 
@@ -444,7 +427,7 @@ class Head:
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
         untouched = not self.sessions.links and self._attempts <= 1
         if isinstance(error, WeightsChanged) or (untouched and isinstance(error, ConfigError)):
-            return AttemptResult(failure=self._late.explain(Failure.of(error)), report=self.report())
+            return AttemptResult(failure=Failure.of(error), report=self.report())
         return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
 
     def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
@@ -585,7 +568,6 @@ class Head:
             kept = (self.version,) if self._config.allow_older else [n for n in self._roster.tried if n >= self.version]
             self._roster.tried = {one: self._roster.tried[one] for one in kept if one in self._roster.tried}
             changed = self._verifier.served()
-        rows = (*self._late.rows, *rows)
         size_bytes = total_bytes(self._plan.specs)
         seconds = time.monotonic() - self._started
         phases = self._phases | {"other": max(seconds - self._on_head_s, 0.0)}

@@ -139,7 +139,6 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         invited: The groups that every trainer rank joins next; empty if there are none to join.
         boxes: The boxes that engine ranks want, which trainer ranks pack for them; None if they are as before.
         resume_from: Index of the bucket from which on a rebuilt cell gets buckets; None if nothing is sent again.
-        waiting: True if the head is still at work, and another message follows.
     """
 
     report: UpdateReport | None = None
@@ -151,4 +150,3 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     invited: tuple[Invited, ...] = ()
     boxes: tuple[bytes, ...] | None = None
     resume_from: int | None = None
-    waiting: bool = False

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -41,8 +41,6 @@ log = logging.getLogger("weightcast.update.peer_copy")
 
 _LEASE_TIMES = 4
 _NAMES = 8
-
-Progress = Callable[[int], None]
 
 
 class PeerCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +86,6 @@ def copy_from_peer(
     pause: PauseChoice = "auto",
     timeout_s: float = 120.0,
     attempts: int = 3,
-    must_be: tuple[int, str] | None = None,
-    progress: Progress | None = None,
 ) -> PeerCopy:
     """Brings an engine to the version that a peer serves, and proves it.  The peer keeps generating.
 
@@ -104,8 +100,6 @@ def copy_from_peer(
         pause: Fate of the requests that run on ``target`` at the switch; as ``UpdateConfig.pause``.
         timeout_s: Deadline of each wait, in seconds.
         attempts: How often to start; a new attempt follows if the peer was updated during a copy.
-        must_be: The version and model digest that the peer must serve; None takes what it serves.
-        progress: Called with the number of chunks so far.
 
     Raises:
         ConfigError: The two engines do not fit together, or the peer's weights are not proven.  Nothing has moved.
@@ -122,7 +116,7 @@ def copy_from_peer(
     failures: list[WeightcastError] = []
     for one in peers:
         try:
-            done = _from_one(target, one, pause, timeout_s, attempts, must_be, progress)
+            done = _from_one(target, one, pause, timeout_s, attempts)
             return msgspec.structs.replace(done, passed_over=tuple(map(str, failures)))
         except WeightcastError as error:
             if len(peers) == 1 or _is_gone(target, error):
@@ -145,8 +139,6 @@ def _from_one(
     pause: PauseChoice,
     timeout_s: float,
     attempts: int,
-    must_be: tuple[int, str] | None,
-    progress: Progress | None,
 ) -> PeerCopy:
     """Copies from one peer; raises as ``copy_from_peer``."""
     began = time.monotonic()
@@ -155,12 +147,6 @@ def _from_one(
         for attempt in range(1, attempts + 1):
             late, giver = (recognise(client) for client in clients)
             digest, version = _check(target.url, late, peer.url, giver)
-            if must_be is not None and (version, digest) != must_be:
-                raise ConfigError(
-                    f"the peer {peer.url} serves version {version} with the digest {digest}, and version {must_be[0]} "
-                    f"with the digest {must_be[1]} is wanted",
-                    hint="name a peer that serves it, or send a full update from the trainer",
-                )
             found = PeerCopy(
                 url=target.url,
                 peer=peer.url,
@@ -174,7 +160,7 @@ def _from_one(
             )
             if (late.state, late.version, late.digest) == ("serving", version, digest):
                 return found
-            copy = _Copy(clients[0], clients[1], late, version, digest, timeout_s, progress)
+            copy = _Copy(clients[0], clients[1], late, version, digest, timeout_s)
             try:
                 closed, committed = copy.transfer(pause), copy.commit()
             except WeightcastError as error:
@@ -204,7 +190,6 @@ class _Copy:
         version: int,
         digest: str,
         timeout_s: float,
-        progress: Progress | None,
     ) -> None:
         self.chunks = 0
         self._adapter = NativeAdapter(late)
@@ -213,7 +198,6 @@ class _Copy:
         self._late = late
         self._version, self._digest = version, digest
         self._timeout_s = timeout_s
-        self._progress = progress
 
     def transfer(self, pause: PauseChoice) -> Ack:
         """Copies every chunk and compares what waits with what the peer proved."""
@@ -237,8 +221,6 @@ class _Copy:
             )
             ack = event_loop.run(self._link.ask("fetch", self._adapter.fetch(message), timeout_s=self._timeout_s))
             self.chunks += 1
-            if self._progress is not None:
-                self._progress(self.chunks)
             if ack.closed:
                 self._compare(ack)
                 return ack
@@ -321,12 +303,6 @@ def _check(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> tuple
             hint="copy between engines of one kind, version, model and size, or send a full update from the trainer",
         )
     return peer.digest, peer.version
-
-
-def misfits(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> list[str]:
-    """The reasons, in words, for which one engine cannot copy from the other, whatever they serve."""
-    stock = [where for where, info in ((url, late), (peer_url, peer)) if info.kind != "native"]
-    return [f"{where} has no receiver of ours" for where in stock] or _differences(late, peer)
 
 
 def _differences(late: EngineInfo, peer: EngineInfo) -> list[str]:

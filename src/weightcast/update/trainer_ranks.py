@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import msgspec
@@ -59,23 +57,3 @@ class TrainerRanks:
         payload = msgspec.json.encode(message) if self.group.is_head else None
         heard = self.group.broadcast_bytes(payload, timeout_s=self.wait_s)
         return msgspec.json.decode(heard, type=type(message))
-
-    def hear_work(self, work: Callable[[], AttemptResult] | None) -> AttemptResult:
-        """Returns the result of the head's work on every rank, however long that takes.
-
-        The work may not be collective; it is None on other ranks.
-        """
-        if work is None:
-            while (result := self.hear(AttemptResult())).waiting:
-                pass
-            return result
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-head") as pool:
-            working = pool.submit(work)
-            while not wait([working], timeout=self._timeout_s).done:
-                self.hear(AttemptResult(waiting=True))  # before the other ranks' deadline
-            try:
-                return self.hear(working.result())
-            except BaseException as error:
-                if self.group.world_size > 1:
-                    self.group.abort(f"{type(error).__name__}: {error}")
-                raise

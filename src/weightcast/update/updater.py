@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import torch
@@ -323,7 +323,7 @@ class WeightUpdater:
 
         return self._run("update()", lambda: self._watched(update, number))
 
-    def retarget(self, targets: Targets, *, catch_up: bool | Literal["peers"] = False) -> UpdateReport | None:
+    def retarget(self, targets: Targets, *, catch_up: bool = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
 
         Targets that stay are not disturbed.  A new target becomes active with its first full update.
@@ -332,9 +332,7 @@ class WeightUpdater:
             targets: The engines from now on.
             catch_up: True updates the targets that do not serve the current version; the others get no new version.
                 The weights must still be those of the last update.  Their digest is compared before any target
-                switches.  ``"peers"`` lets each of them copy from a target of its kind, model and size that serves the
-                version, which the trainer's weights may have left behind.  The trainer sends to those only to which no
-                peer could give it.
+                switches.  If they have changed since, ``copy_from_peer`` brings an engine to the version.
 
         Returns:
             With ``catch_up``, the report on the targets that were updated; None if there were none.
@@ -347,12 +345,15 @@ class WeightUpdater:
             UpdateFailed: As ``update``, for the targets that were to catch up.
         """
         self._check_open()
-        if catch_up not in (False, True, "peers"):
-            raise ConfigError(f"catch_up={catch_up!r} is unknown", hint='choose False, True or "peers"')
+        if catch_up not in (False, True):
+            raise ConfigError(
+                f"catch_up={catch_up!r} is unknown",
+                hint="choose False or True; copy_from_peer(TARGET, PEERS) and `weightcast catch-up` copy from engines",
+            )
         known = targets_of(targets)
         return self._run("retarget()", lambda: self._retarget(known, catch_up))
 
-    def _retarget(self, known: Sequence[Target], catch_up: bool | Literal["peers"]) -> UpdateReport | None:
+    def _retarget(self, known: Sequence[Target], catch_up: bool) -> UpdateReport | None:
         before, choice = self._targets, self._choice
         try:
             self._enter()
@@ -376,15 +377,7 @@ class WeightUpdater:
         if not result.again:
             return None
 
-        def update() -> UpdateReport:
-            if catch_up == "peers":
-                head = self._head
-                result = self._ranks.hear_work(head.copy_from_peers if head is not None else None)
-                if result.report is not None:
-                    return result.report
-            return self._transact()
-
-        return self._watched(update, self._head.version if self._head is not None else 0)
+        return self._watched(self._transact, self._head.version if self._head is not None else 0)
 
     def release(self) -> None:
         """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.
