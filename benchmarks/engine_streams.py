@@ -58,7 +58,12 @@ def _of_vllm(prompt: list[int], tokens: int, model: str) -> tuple[str, dict[str,
     return "/v1/completions", {"model": model, "prompt": prompt, **sampling}
 
 
-_REQUESTS = {"sglang": _of_sglang, "vllm": _of_vllm}
+def _of_lmdeploy(prompt: list[int], tokens: int, _: str) -> tuple[str, dict[str, Any]]:
+    sampling = {"temperature": 0.0, "top_k": 1, "max_tokens": tokens, "ignore_eos": True}
+    return "/generate", {"input_ids": prompt, **sampling}
+
+
+_REQUESTS = {"sglang": _of_sglang, "vllm": _of_vllm, "lmdeploy": _of_lmdeploy}
 
 
 class _Stream:

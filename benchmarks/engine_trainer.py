@@ -31,6 +31,8 @@ from torch import nn
 from weightcast import WeightUpdater
 from weightcast.comm.nccl import settings_here
 from weightcast.comm.ports import quiet_port
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.quantise import Fp8Blocks
 
 PATIENCE_S = 120.0
 _BUCKET_BYTES = 512 << 20  # SGLang's; frameworks use 512 MiB
@@ -61,14 +63,12 @@ def in_files(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 def checkpoint(folder: Path, family: str, sizes: dict[str, Any], dtype: torch.dtype) -> int:
     """Writes a folder that an engine can start on; returns the bytes of the weights."""
-    from tests.helpers.tiny import tiny_tokenizer
-
     model = empty_model(family, sizes, dtype)
     folder.mkdir(parents=True)
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
-    tiny_tokenizer(folder)
+    _save_tokenizer(folder, model.config.vocab_size)
     named = [each for name, tensor in model.named_parameters() for each in in_files(name, tensor)]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -86,6 +86,21 @@ def checkpoint(folder: Path, family: str, sizes: dict[str, Any], dtype: torch.dt
             file.write(some.view(torch.uint8).numpy().tobytes())
         file.truncate(8 + len(head) + end)
     return end
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer whose ids are all valid; prompts are token ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<s>": 0, "</s>": 1} | {letter: 2 + number for number, letter in enumerate(letters)}
+    words |= {f"<{number}>": number for number in range(len(words), vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
 
 
 class Warnings(logging.Handler):
@@ -142,10 +157,16 @@ class Rank:
         """Bytes of this rank's shards."""
         return sum(_local(parameter).nbytes for parameter in self.model.parameters())
 
-    def connect(self, key: str, urls: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-        """Connects under a key; returns the seconds, the transport that was chosen, and NCCL's version."""
+    def connect(
+        self, key: str, urls: Sequence[str], options: dict[str, Any], *, in_blocks: bool = False
+    ) -> dict[str, Any]:
+        """Connects under a key; returns the seconds, the transport that was chosen, and NCCL's version.
+
+        With ``in_blocks`` the weights are quantised on the way, to fp8 in blocks.
+        """
         began = time.monotonic()
-        self._updaters[key] = updater = WeightUpdater.connect(self.model, list(urls), timeout_s=60.0, **options)
+        sent: Any = ModuleExporter(self.model, quantise=Fp8Blocks()) if in_blocks else self.model
+        self._updaters[key] = updater = WeightUpdater.connect(sent, list(urls), timeout_s=60.0, **options)
         took = round(time.monotonic() - began, 3)
         nccl = settings_here(self.device)
         return {"seconds": took, "transport": updater.transport, "nccl": str(nccl)}
@@ -155,13 +176,20 @@ class Rank:
         said, self._warnings.said = self._warnings.said, []
         return said
 
-    def update(self, key: str, version: int, seed: int) -> dict[str, Any]:
-        """New weights, and one update; when it began and ended is in seconds of the clock that all processes share."""
+    def update(self, key: str, version: int, seed: int, trace: Path | None = None) -> dict[str, Any]:
+        """New weights, and one update; times are in seconds of the clock that all processes share.
+
+        The first rank writes a trace of the update into the file ``trace``.
+        """
+        trains = time.monotonic()
         self.fill(seed)
         began = time.monotonic()
         report = self._updaters[key].update(version=version)
         ended = time.monotonic()
-        found: dict[str, Any] = {"began": began, "ended": ended, "transport": report.transport, "bytes": report.bytes}
+        if trace is not None and self.rank == 0:
+            report.to_perfetto(trace)
+        found: dict[str, Any] = {"trains": trains, "began": began, "ended": ended}
+        found |= {"transport": report.transport, "bytes": report.bytes}
         found["phases"] = {name: round(seconds, 5) for name, seconds in report.phases.items()}
         found["trainer_peak_bytes"] = report.peak_extra_bytes
         found["targets"] = [

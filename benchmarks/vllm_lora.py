@@ -1,12 +1,11 @@
 """LoRA adapters beside a model: ours from memory into vLLM's slots, and vLLM's own route, which reads a folder.
 
-``gpu_vllm_receiver`` runs ``measure`` as its case ``8b-lora``.
+``engines`` runs ``play`` as its part ``8b-lora``.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from benchmarks.engine_streams import load
-from benchmarks.vllm_memory import Run, Server
+from benchmarks.engine_trainer import Rank
 from safetensors.torch import save_file
-from tests.helpers.tiny import tiny_tokenizer
 from torch import nn
 
 from weightcast import WeightUpdater
 from weightcast.exporters.lora_adapter import AdapterExporter
 
 if TYPE_CHECKING:
-    from benchmarks.gpu_vllm_receiver import Case, Trainer
+    from benchmarks.engines import Case
 
 RANK = 32
 SCALE = 2  # a power of two, so that nothing is rounded where B is multiplied by it
@@ -99,18 +97,15 @@ class Adapters(nn.Module):
 
 
 class LoraCase:
-    """A server with our receiver, the trainer's adapters, and a server whose own route is asked.
+    """A server with our receiver, whose own route is asked too, and the trainer's adapters.
 
     Args:
-        case: The server with our receiver.
-        adapters: The trainer's.
-        peer: The server whose own route loads adapters from folders; it may be the same one.
-        folder: For these.
+        folder: For the adapters that vLLM's own route loads.
     """
 
-    def __init__(self, case: Case, adapters: Adapters, peer: Server, folder: Path) -> None:
-        self.case, self.adapters, self.peer, self.folder = case, adapters, peer, folder
-        self.run: Run = case.run
+    def __init__(self, case: Case, adapters: Adapters, folder: Path) -> None:
+        self.case, self.adapters, self.folder = case, adapters, folder
+        self.run, self.server = case.run, case.server
         self.loaded = 0
 
     @contextmanager
@@ -121,7 +116,7 @@ class LoraCase:
                 opened = [
                     WeightUpdater.connect(
                         AdapterExporter(self.adapters, adapter=name, scaled=True),
-                        [self.case.server.url],
+                        [self.server.url],
                         adapter=name,
                         pause=pause,  # type: ignore[arg-type]  one of the modes
                         timeout_s=60.0,
@@ -163,9 +158,8 @@ class LoraCase:
         """Calls ``each`` as often as asked while clients stream from these adapters, and keeps the gaps they saw."""
         wait_s, tokens = (0.2, 40) if self.run.tiny else (0.7, TOKENS)
         windows: list[tuple[float, float]] = []
-        server = self.peer if "folder" in what else self.case.server
         with load(
-            server.url, streams=self.case.args.streams, tokens=tokens, engine="vllm", models=tuple(models)
+            self.server.url, streams=self.case.args.streams, tokens=tokens, engine="vllm", models=tuple(models)
         ) as clients:
             clients.wait_steady(60)
             for number in range(self.case.args.repeats):
@@ -182,10 +176,10 @@ class LoraCase:
         with self.connected(*names, pause=pause) as updaters:
             self.streaming(what, names, lambda number: self.update(what, updaters, 1 + number % 2))
 
-    def answers(self, what: str, server: Server, model: str) -> list[list[int]]:
+    def answers(self, what: str, model: str) -> list[list[int]]:
         """Greedy answers of an adapter; their time is a step of its own."""
         with self.run.step(f"answers {what}"):
-            return server.answers(model)
+            return self.server.answers(model)
 
     def from_folder(self, what: str, seed: int, *, name: str = "") -> tuple[str, tuple[float, float]]:
         """Loads the values of a seed by vLLM's own route, under a new name or in the place of a known one.
@@ -202,7 +196,7 @@ class LoraCase:
             folder = self.adapters.save(NAMES[0], self.folder / f"adapter-{self.loaded}")
             wrote = time.monotonic()
             body = {"lora_name": new, "lora_path": str(folder), "load_inplace": bool(name)}
-            answer = self.peer.client.post(f"{self.peer.url}/v1/load_lora_adapter", json=body)
+            answer = self.server.client.post(f"{self.server.url}/v1/load_lora_adapter", json=body)
             ended = time.monotonic()
             if answer.status_code != 200:
                 raise RuntimeError(answer.text[:2000])
@@ -212,7 +206,7 @@ class LoraCase:
 
     def unload(self, name: str) -> None:
         """Takes an adapter out by vLLM's own route."""
-        answer = self.peer.client.post(f"{self.peer.url}/v1/unload_lora_adapter", json={"lora_name": name})
+        answer = self.server.client.post(f"{self.server.url}/v1/unload_lora_adapter", json={"lora_name": name})
         if answer.status_code != 200:
             raise RuntimeError(answer.text[:2000])
 
@@ -222,9 +216,9 @@ class LoraCase:
         with self.connected(NAMES[0], pause="abort") as updaters:
             for seed in (3, 4):
                 self.update("values to compare", updaters, seed)
-                ours = self.answers(f"on values {seed}", self.case.server, NAMES[0])
+                ours = self.answers(f"on values {seed}", NAMES[0])
                 name, _ = self.from_folder("the same values from a folder", seed)
-                theirs = self.answers(f"on values {seed} from a folder", self.peer, name)
+                theirs = self.answers(f"on values {seed} from a folder", name)
                 self.unload(name)
                 self.alike(f"values {seed}: answers are those of the folder", ours, theirs)
                 found.append(ours)
@@ -232,7 +226,7 @@ class LoraCase:
         self.run.check("other values give other answers", firsts[0] != firsts[1] and firsts[2] not in firsts[:2], found)
         with self.connected(NAMES[0], pause="abort") as updaters:
             self.update("the values before", updaters, 3)
-        again = self.answers("on the values before", self.case.server, NAMES[0])
+        again = self.answers("on the values before", NAMES[0])
         self.alike("the values before give their answers again", again, found[0])
 
     def alike(self, what: str, one: list[list[int]], other: list[list[int]]) -> None:
@@ -263,55 +257,41 @@ class LoraCase:
         fixed, _ = self.from_folder("folder, idle, the one that answers", 1)
         what = f"folder, {self.case.args.streams} streams, a new name"
         self.streaming(what, [fixed], lambda number: renew(number, what))
-        before = self.answers("of an adapter from a folder", self.peer, fixed)
+        before = self.answers("of an adapter from a folder", fixed)
         self.from_folder("folder, idle, in the place of the old one", 1, name=fixed)
-        after = self.answers("after loading it again in its place", self.peer, fixed)
+        after = self.answers("after loading it again in its place", fixed)
         self.alike("loaded again in its place it answers the same", before, after)
         for name in (last, fixed):
             self.unload(name)
 
 
-def measure(case: Case, adapters: Adapters, peer: Server, folder: Path, plain: list[list[int]]) -> None:
-    """Every step with adapters; ``plain`` are the answers of the model without one."""
-    lora = LoraCase(case, adapters, peer, folder)
-    case.attempt("adapters, idle", lora.idle)
-    case.attempt("comparison with a folder", lambda: lora.compared(plain))
+def play(case: Case, shape: tuple[str, dict[str, Any]]) -> None:
+    """Every step with adapters.  The trainer is this process; the server gets the model's weights by an update."""
+    tiny = case.args.tiny
+    trainer = Rank(0, 1, *shape, "cpu" if tiny else "cuda")
+    with case.run.step("the model's weights"):
+        trainer.connect("model", [case.server.url], {"transport": "ipc", "pause": "retract"})
+        trainer.update("model", 1, 1)
+        trainer.disconnect("model")
+    adapters = Adapters(trainer.model, 0.3 if tiny else 0.05)
+    trainer.model = None
+    if not tiny:
+        torch.cuda.empty_cache()
+    lora = LoraCase(case, adapters, case.args.folder / "adapters")
+    plain = lora.answers("of the model alone", "m")
+    case.run.attempt("adapters, idle", lora.idle)
+    case.run.attempt("comparison with a folder", lambda: lora.compared(plain))
     for names, pause in ((NAMES[:1], "in_place"), (NAMES[:1], "retract"), (NAMES, "in_place")):
-        case.attempt(
+        case.run.attempt(
             f"{len(names)} adapters under load, {pause}",
             lambda names=names, pause=pause: lora.under_load(names, pause),
         )
-    case.attempt("vLLM's own route", lora.own_route)
-    for what, server in {"ours": case.server, "the peer": peer}.items():
-        found = lora.answers(f"of the model alone, {what}", server, "m")
-        case.run.check(f"the model itself answers as at the start, {what}", found == plain, found)
+    case.run.attempt("vLLM's own route", lora.own_route)
+    found = lora.answers("of the model alone, at the end", "m")
+    case.run.check("the model itself answers as at the start", found == plain, found)
 
 
 def synchronize(tiny: bool) -> None:
     """Waits for the device."""
     if not tiny:
         torch.cuda.synchronize()
-
-
-def save_headers(trainer: Trainer, folder: Path) -> None:
-    """Writes a checkpoint whose values are holes: for a server that starts on random weights and gets them by update.
-
-    It takes no time, where 16 GB take 20 s.
-    """
-    config = trainer.model.config
-    config.architectures, config.dtype = [type(trainer.model).__name__], next(trainer.model.parameters()).dtype
-    config.save_pretrained(folder)
-    trainer.model.generation_config.save_pretrained(folder)
-    tiny_tokenizer(folder)
-    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in trainer.model.named_parameters():
-        size = math.prod(tensor.shape) * tensor.element_size()
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-        end += size
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(words).to_bytes(8, "little") + words)
-        file.truncate(8 + len(words) + end)
