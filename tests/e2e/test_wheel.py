@@ -34,7 +34,7 @@ OPENED = {
     "tracing": ["opentelemetry.trace"],
     "cli": ["weightcast.cli.app"],
     "serve": ["weightcast.rollout.launch", "weightcast.receiver.server"],
-    "demo": ["weightcast.lab.demo.orchestrate", "matplotlib.figure", "gguf"],
+    "demo": ["weightcast.lab.demo.orchestrate", "gguf"],
     "ray": ["weightcast.ray.trainers", "weightcast.ray.engines"],
     "checkpoint-engine": ["zmq"],
     "nccl": ["nccl"],

@@ -18,9 +18,9 @@ _QUICK_STEPS = 3
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for report.html, plot.png, report.json and logs.")
-    ] = Path("weightcast-demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for report.html, report.json and logs.")] = Path(
+        "weightcast-demo"
+    ),
     modes: Annotated[
         str,
         typer.Option(metavar="MODE,MODE", help="Modes to run, in order: colocated (ipc), disaggregated (broadcast)."),

@@ -26,7 +26,6 @@ from weightcast.lab.demo.children import Child, ChildFailed, Children
 from weightcast.lab.demo.console import Console
 from weightcast.lab.demo.page import write_page
 from weightcast.lab.demo.placement import Placement, place
-from weightcast.lab.demo.plot import measure_copy_s, write_plot
 from weightcast.lab.demo.processes import TRANSPORTS, describe, start_engines, start_trainers, write_job
 from weightcast.lab.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.lab.demo.settings import DemoConfig, Mode
@@ -70,7 +69,7 @@ def run_demo(config: DemoConfig, console: Console) -> int:
 def _run(config: DemoConfig, console: Console) -> int:
     started_s = time.monotonic()
     say = console.note if config.as_json else _say_now
-    require_packages("transformers", "matplotlib", "fastapi", "uvicorn")
+    require_packages("transformers", "fastapi", "uvicorn")
     vllm = engine_python(config.engine_python) if config.engine == "vllm" else None
     num_gpus = _num_gpus(config)
     try:
@@ -98,10 +97,8 @@ def _run(config: DemoConfig, console: Console) -> int:
         modes=modes,
     )
     written = reporting.write_report(result, config.out)
-    copy_s = measure_copy_s(modes[0].steps[0].bytes, on_gpu=num_gpus > 0)
-    plot = write_plot(result, config.out, copy_s=copy_s)
     page = write_page(result, config.out)
-    say("\n" + reporting.summary(result, page=page, plot=plot, written=written))
+    say("\n" + reporting.summary(result, page=page, written=written))
     if config.as_json:
         console.say_json(result)
     return 0 if result.all_matched else 1

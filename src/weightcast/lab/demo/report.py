@@ -68,7 +68,7 @@ def write_report(report: DemoReport, folder: Path) -> Path:
     return path
 
 
-def summary(report: DemoReport, *, page: Path, plot: Path, written: Path) -> str:
+def summary(report: DemoReport, *, page: Path, written: Path) -> str:
     """Returns the summary that the demo prints last."""
     lines: list[str] = []
     for mode in report.modes:
@@ -83,7 +83,6 @@ def summary(report: DemoReport, *, page: Path, plot: Path, written: Path) -> str
         *_learning_lines(report),
         "",
         f"  {page}   reward, time and engines by step: open it in a browser",
-        f"  {plot}   reward and update time as one picture",
         f"  {written}   every number above",
         f"  {written.parent / 'logs'}   log of each process, with the update report of each step",
         "",

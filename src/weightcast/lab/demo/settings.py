@@ -47,7 +47,7 @@ class DemoConfig:
     """Settings of the demo, as given on the command line.
 
     Attributes:
-        out: Folder for ``report.html``, ``plot.png``, ``report.json`` and the logs of every process.
+        out: Folder for ``report.html``, ``report.json`` and the logs of every process.
         modes: Modes to run, in order: ``colocated`` (ipc), ``disaggregated`` (broadcast).
         steps: Training steps in each mode; each is followed by a weight update.
         seed: Random seed of the prompts' order and of sampling.

@@ -1,4 +1,4 @@
-"""Tests of the demo's report, plot and summary."""
+"""Tests of the demo's report and summary."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import threading
 
 import pytest
-from matplotlib.figure import Figure
 
 from tests.helpers.clock import PATIENCE_S
-from weightcast.lab.demo import plot, table
 from weightcast.lab.demo import report as reporting
+from weightcast.lab.demo import table
 from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.lab.demo.waiting import waiting
 
@@ -82,42 +81,6 @@ def test_report_json_has_the_promised_shape(tmp_path):
     assert "torch" in written["versions"]
 
 
-def test_plot_is_a_picture(tmp_path):
-    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1], matched=3))
-    assert plot.write_plot(both, tmp_path, copy_s=0.05).read_bytes().startswith(b"\x89PNG")
-
-
-def test_phases_of_the_picture_add_up_to_the_median_update():
-    record = mode("colocated", "ipc", RISING)
-    found = plot.phases_of(record)
-    assert sum(found.values()) == pytest.approx(2.5)
-    assert (found["gather"], found["send"], found["check"]) == pytest.approx((0.5, 1.25, 0.75))
-    assert "stall" not in found  # a time of the engines, within the others
-
-
-def test_picture_shows_every_phase_of_both_modes():
-    figure = Figure()
-    axes = figure.subplots()
-    plot._plot_phases(axes, [mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING)])
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["colocated", "disaggregated"]
-    shown = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert shown.keys() == plot._COLOURS.keys()
-    assert shown["send"] == [1.25, 1.25]
-
-
-def test_the_headline_says_what_was_proven_and_where():
-    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1], matched=3))
-    first, second = plot.headline(both, copy_s=0.05).splitlines()
-    assert first == "SmolLM2-135M-Instruct, 476.8 MiB: 8 of 16 updates proven on every engine rank"
-    assert f"{both.machine['cores']} CPU cores" in second
-    assert second.endswith("median update 2.50 s, one copy of the same bytes 0.050 s (2.0% of it)")
-
-
-def test_the_limit_is_a_measured_copy():
-    small, large = (plot.measure_copy_s(size, on_gpu=False) for size in (1 << 10, 64 << 20))
-    assert 0 < small < large
-
-
 def test_a_wait_is_announced_at_once_and_told_again():
     lines, told = [], threading.Event()
 
@@ -135,7 +98,7 @@ def test_a_wait_is_announced_at_once_and_told_again():
 
 
 def files(folder):
-    return {"page": folder / "report.html", "plot": folder / "plot.png", "written": folder / "report.json"}
+    return {"page": folder / "report.html", "written": folder / "report.json"}
 
 
 def test_success_needs_every_rank_in_every_step():
@@ -151,7 +114,6 @@ def test_summary_shows_gain_answers_and_where_to_look(tmp_path):
     text = reporting.summary(both, **files(tmp_path))
     assert "gain +0.70" in text
     assert "'Because of tea'" in text
-    assert str(tmp_path / "plot.png") in text
     assert str(tmp_path / "report.html") in text
     assert "every digest matched" in text
     assert "NOT ALL" in reporting.summary(report(mode("colocated", "ipc", RISING, matched=0)), **files(tmp_path))
