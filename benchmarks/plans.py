@@ -13,7 +13,7 @@ from typing import Any, Literal
 from weightcast.lab.bench.methods import Layout
 
 MIB, GIB = 1 << 20, 1 << 30
-Kind = Literal["updates", "limits", "loader", "digest", "gather", "direct"]
+Kind = Literal["updates", "limits", "loader", "digest", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +193,6 @@ def _h200(gpus: int) -> list[Case]:
         cases.append(Case(name="direct-2-to-tp2-8b", kind="direct", options=pair_options, deadline_s=150))
     cases.append(Case(name="loader-30b", kind="loader", options=("--model", "qwen3-30b-a3b"), deadline_s=200))
     cases.append(Case(name="digest", kind="digest", deadline_s=120))
-    if gpus > 1:
-        cases.append(Case(name="gather", kind="gather", options=("--world", str(gpus)), deadline_s=180))
     return cases
 
 
