@@ -131,7 +131,7 @@ class LoraCase:
         """Updates each adapter to the values of a seed; returns when that began and ended."""
         for name, _ in zip(NAMES, updaters, strict=False):
             self.adapters.fill(name, seed)
-        synchronize(self.run.tiny)
+        synchronize(self.case.args.tiny)
         with self.run.step(what) as kept:
             began = time.monotonic()
             reports = [updater.update() for updater in updaters]
@@ -156,7 +156,7 @@ class LoraCase:
         self, what: str, models: Iterable[str], each: Callable[[int], tuple[float, float]]
     ) -> list[tuple[float, float]]:
         """Calls ``each`` as often as asked while clients stream from these adapters, and keeps the gaps they saw."""
-        wait_s, tokens = (0.2, 40) if self.run.tiny else (0.7, TOKENS)
+        wait_s, tokens = (0.2, 40) if self.case.args.tiny else (0.7, TOKENS)
         windows: list[tuple[float, float]] = []
         with load(
             self.server.url, streams=self.case.args.streams, tokens=tokens, engine="vllm", models=tuple(models)
@@ -188,7 +188,7 @@ class LoraCase:
             The name, and when writing the folder began and loading ended.
         """
         self.adapters.fill(NAMES[0], seed)
-        synchronize(self.run.tiny)
+        synchronize(self.case.args.tiny)
         self.loaded += 1
         new = name or f"folder-{self.loaded}"
         with self.run.step(what) as kept:
@@ -237,7 +237,7 @@ class LoraCase:
         """
         pairs = [list(zip(*each, strict=True)) for each in zip(one, other, strict=True)]
         equal = [next((at for at, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
-        wanted = [len(pair) if self.run.tiny else 1 for pair in pairs]
+        wanted = [len(pair) if self.case.args.tiny else 1 for pair in pairs]
         good = all(found >= least for found, least in zip(equal, wanted, strict=True))
         self.run.check(what, good, {"equal tokens": equal, "answers": (one, other)})
 
