@@ -6,7 +6,7 @@
     python benchmarks/run.py --plan h200-1 --only colocated-1-many --profile 6 --out $OUT
 
 Each case runs in a process of its own, with a deadline, most valuable first; each result is written when it is there.
-What fails is written down as well, and the exit code says how many did. ``report.py`` makes tables and plots of it.
+What fails is written down as well, and the exit code says how many did. ``report.py`` makes tables of it.
 """
 
 from __future__ import annotations
