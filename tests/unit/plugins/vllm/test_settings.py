@@ -1,4 +1,4 @@
-"""What the plug-in in vLLM checks at the start: vLLM's version, and settings in vLLM's own configuration."""
+"""The plug-in checks at vLLM's start: vLLM's version, and the settings in vLLM's own configuration."""
 
 from __future__ import annotations
 
