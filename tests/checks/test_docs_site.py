@@ -20,6 +20,7 @@ import weightcast
 from weightcast import Target, UpdateConfig
 from weightcast.adapters.registry import KINDS
 from weightcast.cli.app import app
+from weightcast.cli.options import MEANING
 from weightcast.config import VerifyLevel
 from weightcast.transports.registry import TRANSPORTS
 
@@ -217,3 +218,11 @@ def test_support_table_has_every_kind_of_engine_and_transport():
     assert {kind.name.split("-")[0] for kind in KINDS} <= {"native", *(name.split("-")[0] for name in pages)}
     for spec in TRANSPORTS:
         assert f" `{spec.name}` |" in table, spec.name
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_exit_code_is_in_the_docs():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == MEANING

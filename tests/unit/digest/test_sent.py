@@ -13,7 +13,6 @@ from weightcast.digest import on_cpu
 from weightcast.digest import sent as sent_module
 from weightcast.digest.definition import model_digest, sha256_digest, tensor_digest, unequal
 from weightcast.digest.sent import CastSums, Sent, SentDigests, casts_of
-from weightcast.update import prepare
 from weightcast.update.prepare import SendPlan
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, Packing, plan_buckets
@@ -118,37 +117,13 @@ def test_only_other_dtypes_are_cast():
     assert casts_of(specs, [[replace(specs[0], name="not sent", dtype="int8")]]) == {}
 
 
-def test_the_table_that_many_engines_have_is_read_once():
-    reads = []
-
-    class Table(list):
-        def __iter__(self):
-            reads.append(self)
-            return super().__iter__()
-
-    specs = specs_of(WEIGHTS)
-    table = Table([replace(specs[0], dtype="float16")])
-    assert casts_of(specs, [table] * 9) == {specs[0].name: {"float16"}}
-    assert len(reads) == 1
-
-
-def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monkeypatch):
-    looked: list[int] = []
-
-    def looking(specs, kept):
-        looked.append(len(kept))
-        return casts_of(specs, kept)
-
-    monkeypatch.setattr(prepare, "casts_of", looking)
+def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another():
     same, other = keeping({}), keeping({"scale": "bfloat16"})
     plan = SendPlan(keeping({}), (), ())
-    for _ in range(3):
-        assert plan.casts([same]).dtypes == {}
-    assert looked == [1]
+    assert plan.casts([same]).dtypes == {}
     assert plan.casts([same, other]).dtypes == {"scale": {"bfloat16"}}
     assert plan.casts([other]).dtypes == {"scale": {"bfloat16"}}
     assert plan.casts([same]).dtypes == {}
-    assert looked == [1, 2, 1, 1]
 
 
 def test_sha256_where_a_tensor_travels_whole():

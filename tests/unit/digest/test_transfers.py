@@ -9,8 +9,6 @@ from torch import nn
 from tests.helpers.exports import ALONE, CPU, raw
 from tests.helpers.models import FusedModel, ScalingModel, Weights, buckets_of, differing, specs_of, state, weights_of
 from tests.helpers.ranks import allocate_slots
-from tests.unit.receiver import test_loader_replay
-from weightcast.digest import on_cpu, transfers
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.pieces import Piece, Transfer
@@ -22,21 +20,6 @@ from weightcast.receiver.loader import Loader
 from weightcast.wire.layout import Packing, plan_buckets
 
 OLD, NEW = weights_of(1), weights_of(2)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of transfers of each bucket."""
-    assert on_cpu.available()
-    counts: list[int] = []
-    launches = transfers._launches
-
-    def counting(some, count, device, *, looks):
-        counts.append(len(some))
-        return launches(some, count, device, looks=looks)
-
-    monkeypatch.setattr(transfers, "_launches", counting)
-    return counts
 
 
 def digests(weights: Weights) -> dict[str, str]:
@@ -63,22 +46,6 @@ def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_
             loader.commit()
             plain.load_weights(weights.items())
             assert differing(model, state(plain)) == []
-
-
-@pytest.mark.parametrize("place", ["device", "host", "none"])
-def test_whatever_changes_between_two_updates(place, at_once):
-    test_loader_replay.test_every_update_is_right_whatever_changes_between_them(place)
-    test_loader_replay.test_parameters_that_have_moved_are_written_where_they_are_now()
-    assert sum(at_once)
-
-
-def test_a_slot_that_is_kept_whole_takes_one_transfer(at_once):
-    model = FusedModel()
-    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
-    loader.begin()
-    (bucket,) = buckets_of(NEW, bucket_bytes=1 << 20)
-    loader.load(bucket)
-    assert at_once == [len(bucket.layout.slots)]
 
 
 class Mixed(nn.Module):

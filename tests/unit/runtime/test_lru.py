@@ -8,10 +8,8 @@ import pytest
 from tests.helpers.messages import ANNOUNCE, ANSWERS, OPEN, changed
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
-from weightcast.wire import codec
 from weightcast.wire.codec import decode, decode_info, encode
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.layout import TensorSpec
 
 INFO = next(answer for answer in ANSWERS if isinstance(answer, EngineInfo))
 
@@ -32,21 +30,6 @@ def test_specs_of_an_engine_are_decoded_once():
     first, again = (decode_info(encode(INFO)) for _ in range(2))
     assert first.specs is again.specs
     assert first.specs == INFO.specs
-
-
-def test_specs_of_an_engine_are_encoded_once(monkeypatch):
-    encoded: list[object] = []
-
-    class Counting:
-        def encode(self, what: object) -> bytes:
-            encoded.append(what)
-            return msgspec.json.encode(what)
-
-    monkeypatch.setattr(codec, "_encoder", Counting())
-    specs = (TensorSpec(name="another", dtype="float32", shape=(7,)),)
-    message = msgspec.structs.replace(INFO, specs=specs)
-    assert decode_info(encode(message)) == decode_info(encode(message)) == message
-    assert sum(what is specs for what in encoded) == 1
 
 
 def test_an_object_in_the_place_of_another_is_not_taken_for_it():

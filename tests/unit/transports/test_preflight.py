@@ -55,23 +55,12 @@ def test_a_draft_is_refused_for_an_engine_without_one(listed: list[TensorSpec]) 
     assert "leave draft= out" in str(caught.value.hint)
 
 
-class Table(tuple[TensorSpec, ...]):
-    """A table that counts how often it is read."""
-
-    read = 0
-
-    def __iter__(self) -> Any:
-        self.read += 1
-        return super().__iter__()
-
-
-def test_one_table_of_many_engines_is_compared_once_and_another_one_is_not_missed() -> None:
-    table = Table([spec("w", 2)])
+def test_an_engine_with_another_table_than_the_others_is_not_missed() -> None:
+    table = (spec("w", 2),)
     alike: list[Any] = [link([], []) for _ in range(5)]
     for engine in alike:
         engine.adapter.specs = lambda: table
     check_fits(alike, [spec("w", 2)])
-    assert table.read == 1
     other = link([spec("w", 3)], [])
     other.url = "http://other"
     with pytest.raises(ConfigError, match=r"do not fit http://other .*shape \(2,\)"):

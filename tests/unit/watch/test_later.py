@@ -58,20 +58,6 @@ def test_the_thread_does_what_is_due_also_if_its_owner_has_gone():
     assert worked == [("first", "weightcast-watch"), ("last", "weightcast-watch")]
 
 
-def test_the_thread_is_asked_once_for_each_time_that_work_was_done(looked):
-    put_off = Later(print)
-    put_off.due()
-    assert looked == []  # there is nothing to do
-    put_off.keep("something")
-    put_off.due()
-    put_off.due()
-    assert looked == [put_off]
-    put_off.settle()
-    put_off.keep("something")
-    put_off.due()
-    assert looked == [put_off, put_off]
-
-
 class Fails(ByKind):
     """Raises when it does what it put off."""
 

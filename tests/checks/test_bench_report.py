@@ -17,7 +17,7 @@ from weightcast.lab.bench.case import Contender, Plan, run_case
 from weightcast.lab.bench.methods import Layout
 from weightcast.lab.bench.shapes import model_shape
 
-BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module", autouse=True)
