@@ -1,4 +1,4 @@
-"""What importing a part of the package loads, and what is said if an optional package is missing."""
+"""Imports of parts of the package: the packages that they load, and the words for one that is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exporters' tests share."""
+"""Keeps other packages from starting processes in the exporters' tests."""
 
 from __future__ import annotations
 
