@@ -12,8 +12,6 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from weightcast.page import updates as page
-from weightcast.page.words import count_of as count_of
 from weightcast.timeline import perfetto
 from weightcast.timeline.tracks import Timeline
 
@@ -186,18 +184,6 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         return perfetto.write(path, [msgspec.convert(self, perfetto.Update, from_attributes=True)])
 
-    def to_html(self, path: str | Path, *, earlier: Sequence[UpdateReport] = ()) -> Path:
-        """Writes one self-contained page with plots, and returns its path.
-
-        Args:
-            path: The file to write.
-            earlier: Reports of earlier updates of the run, in order; with them the page shows all updates by step.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        return page.page_of([report.to_json() for report in (*earlier, self)]).write(path)
-
     def __str__(self) -> str:
         """A summary with units, and one line for each target."""
         return self.text()
@@ -271,6 +257,11 @@ def _ranges(numbers: Sequence[int]) -> str:
 def one_line(text: str) -> str:
     """Joins the lines of a text into one; some libraries put whole stacks into a message."""
     return " ".join(text.split())
+
+
+def count_of(count: int, word: str) -> str:
+    """Returns ``"1 rank"``, ``"2 ranks"``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: int) -> str:

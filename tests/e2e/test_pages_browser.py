@@ -16,6 +16,7 @@ from weightcast.lab.demo.page import write_page as write_demo_page
 from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, TargetRecord
 from weightcast.lab.demo.report import DemoReport
 from weightcast.lab.soak.page import write_soak_page
+from weightcast.page import write_page
 from weightcast.report import UpdateReport
 
 pytestmark = [
@@ -197,8 +198,8 @@ def reports(engines) -> list[UpdateReport]:
 def pages(reports, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     return {
-        "update": reports[-1].to_html(folder / "update.html"),
-        "run": reports[-1].to_html(folder / "run.html", earlier=reports[:-1]),
+        "update": write_page(folder / "update.html", reports[-1]),
+        "run": write_page(folder / "run.html", *reports),
         "demo": write_demo_page(demo_report(), folder),
         "bench": write_bench_page([bench_result()], folder / "bench.html", command="weightcast bench updates"),
         "soak": write_soak_page(SOAK, folder / "soak.html", ok=True, command="weightcast bench soak"),

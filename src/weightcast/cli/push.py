@@ -14,6 +14,7 @@ from weightcast.cli import options
 from weightcast.cli.render import note, parse_size, progress, say, say_json, write_beside
 from weightcast.config import Target, check_version
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.page import write_page
 from weightcast.report import count_of
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def _written(report: UpdateReport, trace: Path | None, html: Path | None) -> boo
     if trace is not None:
         written &= write_beside(trace, report.to_perfetto, "open it at https://ui.perfetto.dev")
     if html is not None:
-        written &= write_beside(html, report.to_html, "open it in a browser")
+        written &= write_beside(html, lambda path: write_page(path, report), "open it in a browser")
     return written
 
 

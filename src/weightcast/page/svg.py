@@ -1,7 +1,7 @@
 """SVG elements, linear scales, tick marks, and colours: one of eight slots for each series, the same on every page.
 
 The slots are CSS classes (``style.css``) with one value for light and one for dark pages.  Both sets keep neighbours
-apart for readers with colour vision deficiency.
+apart for readers with colour vision deficiency.  Phases of an update have more slots, ``p1`` to ``p7``.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from dataclasses import dataclass
 from html import escape
 
 SLOTS = 8
-# Phases of an update, in their order; open and close of a session are grey, because they are bookkeeping.
+# Phases of an update, in their order, each with a colour of its own.
 PHASES = {
-    "open": "grey",
+    "open": "p1",
     "wait": "faint",
     "gather": "s1",
-    "fill": "s1",
+    "fill": "p2",
     "pack": "s2",
     "send": "s3",
-    "wire": "s3",
+    "wire": "p3",
     "load": "s5",
     "verify": "s4",
-    "check": "s4",
-    "close": "grey",
+    "check": "p4",
     "commit": "s8",
     "recover": "bad",
-    "other": "faint",
+    "other": "p5",
     "pause": "s6",
-    "switch": "s8",
+    "switch": "p6",
     "resume": "s7",
-    "stall": "s6",
-    "abort": "bad",
+    "stall": "p7",
 }
 MEANINGS = {
     "open": "sessions and groups",
@@ -45,7 +43,6 @@ MEANINGS = {
     "load": "copies into parameters or staging",
     "verify": "digests of what arrived and of what is kept",
     "check": "digests compared",
-    "close": "everything was sent",
     "commit": "all engines switch",
     "recover": "ends a failed attempt and begins another one",
     "other": "everything else",
@@ -53,7 +50,6 @@ MEANINGS = {
     "switch": "new weights go live",
     "resume": "caches, version, generation goes on",
     "stall": "nothing is generated",
-    "abort": "ends the session without a switch",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +15,8 @@ from weightcast.page.bars import Bar, State, bars, served, timeline
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Mood, Tile
 from weightcast.page.svg import MEANINGS, of_phases, of_series
-from weightcast.page.words import count_of, seconds, size
+from weightcast.page.words import seconds, size
+from weightcast.report import UpdateReport, count_of
 from weightcast.timeline.tracks import Timeline
 
 # The phases that follow one another on the head.  ``load``, ``stall`` and most of ``verify`` are times of engines,
@@ -67,6 +69,19 @@ class ReportView(msgspec.Struct, kw_only=True):
     @property
     def stall_s(self) -> float:
         return max((row.stall_s for row in self.targets), default=0.0)
+
+
+def write_page(path: str | Path, *reports: UpdateReport) -> Path:
+    """Writes one self-contained page with plots, and returns its path.
+
+    Args:
+        path: The file to write.
+        reports: One report, or those of a run in order; the page then shows all updates by step.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    return page_of([report.to_json() for report in reports]).write(path)
 
 
 def page_of(documents: Sequence[bytes | str]) -> Document:
@@ -280,7 +295,7 @@ def stall_bars(stalls: Mapping[str, float]) -> Figure:
     return bars(
         "Stall of each engine",
         f"Time in which it generated nothing.{more}",
-        [Bar(name=short(url), value=took, colour="s6") for url, took in longest],
+        [Bar(name=short(url), value=took, colour="p7") for url, took in longest],
         show=seconds,
         value_title="seconds",
     )

@@ -27,8 +27,3 @@ def size(value: float) -> str:
         if value >= factor * 0.9995:
             return f"{digits(value / factor)} {unit}"
     return f"{value:.0f} B"
-
-
-def count_of(count: int, word: str) -> str:
-    """Returns ``"1 rank"``, ``"2 ranks"``."""
-    return f"{count} {word}{'' if count == 1 else 's'}"

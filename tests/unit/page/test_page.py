@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.pages import Tags, check_alone
+from weightcast.lab.demo import plot
+from weightcast.page import write_page
 from weightcast.page.bars import Bar, State, bars, served, stacks, timeline
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Tile
-from weightcast.page.svg import stride, ticks
+from weightcast.page.svg import MEANINGS, PHASES, stride, ticks
 from weightcast.page.updates import page_of
 from weightcast.page.words import digits, seconds, size
 from weightcast.report import TargetReport, UpdateReport
@@ -64,7 +66,7 @@ def check_svg(figure: Figure) -> ElementTree.Element:
 
 
 def test_page_of_an_update_shows_its_figures_and_stands_alone(tmp_path):
-    path = report().to_html(tmp_path / "update.html")
+    path = write_page(tmp_path / "update.html", report())
     html = path.read_text()
     check_alone(html)
     for shown in (
@@ -82,14 +84,14 @@ def test_page_of_an_update_shows_its_figures_and_stands_alone(tmp_path):
 def test_page_counts_one_rank_and_one_bucket_in_the_singular(tmp_path):
     row = msgspec.structs.replace(report().targets[0], ranks=1, digests_matched=1)
     one = report(transport="ipc", buckets=1, targets=(row,))
-    html = one.to_html(tmp_path / "update.html").read_text()
+    html = write_page(tmp_path / "update.html", one).read_text()
     assert "to 1 engine, 1 rank over ipc, 1 bucket<" in html
     assert "on 1 of 1 rank<" in html
 
 
 def test_page_of_a_run_has_a_column_for_each_update(tmp_path):
     reports = [report(version, seconds=1 + version / 10) for version in range(1, 6)]
-    html = reports[-1].to_html(tmp_path / "run.html", earlier=reports[:-1]).read_text()
+    html = write_page(tmp_path / "run.html", *reports).read_text()
     check_alone(html)
     assert "5 updates, versions 1 to 5" in html
     tips = [attributes["data-tip"] for _, attributes in Tags(html).tags if "data-tip" in attributes]
@@ -204,6 +206,20 @@ def test_tables_and_tiles_escape_their_words():
     page.heading(HOSTILE)
     check_alone(page.html())
     assert "<img" not in page.html()
+
+
+def test_no_legend_has_one_colour_for_two_phases():
+    assert len({*PHASES.values()}) == len(PHASES)
+    assert PHASES.keys() == MEANINGS.keys()
+    style = Document("t", "a").html()
+    assert [colour for colour in PHASES.values() if f".{colour} {{" not in style] == []
+    values = dict(re.findall(r"(--[sp]\d): (#\w{6})", style.split("@media")[0]))
+    assert len({*values.values()}) == len(values) == 15
+    spans = tuple(Span(name, number, 1) for number, name in enumerate(PHASES))
+    found = timeline("t", "c", Timeline(tracks=(Track(side="trainer", process="trainer", name="rank 0", spans=spans),)))
+    assert len(dict(found.legend)) == len(found.legend) == len(PHASES)
+    drawn = list(plot._COLOURS.values())
+    assert len({*drawn}) == len(drawn)
 
 
 def test_light_and_dark_define_the_same_colours():

@@ -121,7 +121,7 @@ def _costs(result: Mapping[str, Any]) -> list[Figure]:
             bars(
                 "Stall",
                 "Time in which the engine generated nothing, by its own clock; median.",
-                [Bar(name=row["name"], value=float(row["phases"].get("stall_s", 0.0)), colour="s6") for row in ours],
+                [Bar(name=row["name"], value=float(row["phases"].get("stall_s", 0.0)), colour="p7") for row in ours],
                 show=seconds,
                 value_title="seconds",
             )
