@@ -132,7 +132,7 @@ def test_flags_that_have_other_names_than_their_options_exist(page):
 def test_every_flag_that_a_commands_help_shows_is_on_the_page(page):
     runner = CliRunner()
     names = [command for command in typer.main.get_command(app).commands if command != "bench"]
-    for words in [*([name] for name in names), ["bench", "updates"], ["bench", "soak"]]:
+    for words in [*([name] for name in names), ["bench", "updates"]]:
         shown = runner.invoke(app, [*words, "--help"]).output
         section = page.split(f"### weightcast {' '.join(words)}\n", 1)[1].split("\n### ", 1)[0]
         flags = set(re.findall(r"^\s+(?:-\w, )?(--[a-z][a-z-]*)", shown, re.MULTILINE)) - {"--help"}

@@ -15,7 +15,6 @@ from weightcast.lab.bench.page import write_page as write_bench_page
 from weightcast.lab.demo.page import write_page as write_demo_page
 from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, TargetRecord
 from weightcast.lab.demo.report import DemoReport
-from weightcast.lab.soak.page import write_soak_page
 from weightcast.page import write_page
 from weightcast.report import UpdateReport
 
@@ -24,7 +23,7 @@ pytestmark = [
         browser.find() is None, reason=f"no Chromium (apt-get install chromium-headless-shell): {browser.NAMES}"
     ),
 ]
-PAGES = ("update", "run", "demo", "bench", "soak")
+PAGES = ("update", "run", "demo", "bench")
 # Every word of a picture lies in the picture, no two words of one picture cover each other, and the page does not
 # scroll sideways.
 LAYOUT = """
@@ -168,21 +167,6 @@ def bench_result() -> dict:
     }
 
 
-SOAK = {
-    "updates": 1000,
-    "attempts": 1037,
-    "seconds": 425.0,
-    "faults": {"kill trainer": 20, "kill engine": 12, "abort": 3},
-    "transports": {"ipc": 526, "broadcast": 474},
-    "modes": {"abort": 273, "in_place": 256},
-    "answers": 52000,
-    "answers_checked": 3000,
-    **dict.fromkeys(("hangs", "mixed", "failures", "leaked_processes", "leaked_segments", "leaked_buffers"), 0),
-    "growing": [],
-    "details": [],
-}
-
-
 @pytest.fixture(scope="module")
 def reports(engines) -> list[UpdateReport]:
     """Five updates of two engines, three ranks in all; the last one with 15 buckets by broadcast."""
@@ -202,7 +186,6 @@ def pages(reports, tmp_path_factory) -> dict[str, Path]:
         "run": write_page(folder / "run.html", *reports),
         "demo": write_demo_page(demo_report(), folder),
         "bench": write_bench_page([bench_result()], folder / "bench.html", command="weightcast bench updates"),
-        "soak": write_soak_page(SOAK, folder / "soak.html", ok=True, command="weightcast bench soak"),
     }
 
 

@@ -19,11 +19,15 @@ PLAYER_DIED = "the process that played it has died"
 _spawned = multiprocessing.get_context("spawn")
 
 
-def play(cases: Iterable[Case], *, deadline_s: float | None, patience_s: float = PATIENCE_S) -> Generator[Played]:
+def play(
+    cases: Iterable[Case], *, deadline_s: float | None, patience_s: float = PATIENCE_S, leaks: bool = False
+) -> Generator[Played]:
     """Runs the cases in one world for each kind of engine; a world with an error is replaced.
 
+    With ``leaks`` processes that live on must not grow from case to case.
+
     Raises:
-        AssertionError: At the end: all engines have ended, and shared memory is left.
+        AssertionError: At the end: something is left, or grew.
     """
     world: World | None = None
     left: list[str] = []
@@ -32,7 +36,7 @@ def play(cases: Iterable[Case], *, deadline_s: float | None, patience_s: float =
             started = time.monotonic()
             try:
                 if world is None or world.kind.name != case.kind:
-                    left += _close(world)
+                    left += _close(world, leaks)
                     world = None
                     world = World(case.kind, deadline_s=deadline_s, patience_s=patience_s)
                 result = world.play(case)
@@ -41,11 +45,11 @@ def play(cases: Iterable[Case], *, deadline_s: float | None, patience_s: float =
                 result = _not_played(case, str(error).split("\n", 1)[0] or "an assertion failed")
             yield result, time.monotonic() - started
             if result.wrong:  # its leftovers may spoil the next case
-                left += _close(world)
+                left += _close(world, leaks)
                 world = None
     finally:
-        left += _close(world)
-    assert not left, f"all engines have ended, and shared memory is left: {left}"
+        left += _close(world, leaks)
+    assert not left, "; ".join(left)
 
 
 def play_side_by_side(
@@ -161,5 +165,7 @@ def _not_played(case: Case, why: str) -> Result:
     return Result.of(case, outcome="no answer", seconds=0.0, later_s=0.0, wrong=(why,), words="", deadline_s=0.0)
 
 
-def _close(world: World | None) -> list[str]:
-    return world.close() if world is not None else []
+def _close(world: World | None, leaks: bool) -> list[str]:
+    if world is None:
+        return []
+    return [*(world.watch.found() if leaks else ()), *world.close()]

@@ -30,6 +30,7 @@ import msgspec
 from tests.faults import trainer
 from tests.faults.cases import IN_TRAINER, OF_SWITCHES, Case
 from tests.faults.kinds import DEADLINES_S, KINDS, WAYS, Kind
+from tests.faults.leaks import Watch
 from tests.faults.wire import Loop, Trap, Wire, WireFault
 from tests.helpers.harness import Engine, children, next_version, num_fds
 from tests.helpers.ranks import Ranks
@@ -161,9 +162,10 @@ class World:
         self._num_files: dict[str, int] = {}
         self._kept_by_engines: set[str] = set()
         self._lost_groups = 0
+        self.watch = Watch()
 
     def close(self) -> list[str]:
-        """Ends all processes; returns the shared memory that is left."""
+        """Ends all processes; says what is left of them, in words."""
         for wire in self.wires:
             wire.close()
         self._loop.close()
@@ -176,7 +178,7 @@ class World:
             time.monotonic() < deadline
         ):
             time.sleep(0.05)
-        return left
+        return [f"all engines have ended, and shared memory is left: {left}"] if left else []
 
     def play(self, case: Case) -> Result:
         """Injects the fault, inspects the engines, heals the network and updates again.
@@ -221,6 +223,10 @@ class World:
             if serves != version:
                 wrong.append(f"{name} serves {serves} after an update to {version}")
         self._look_for_leftovers(case, before, makers, older, wrong)
+        for pid in self.bystander.pids():
+            self.watch.take("the bystander", pid)
+        for rank, pid in enumerate(self._rank_pids):
+            self.watch.take(f"trainer rank {rank}", pid)
         nth = case.step == "after"
         struck = [told[rank][nth] for rank in alive if len(told[rank]) > nth]
         later = [told[rank][nth + 1] for rank in alive if len(told[rank]) > nth + 1]

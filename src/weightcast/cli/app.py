@@ -108,7 +108,7 @@ app.command(short_help="Estimate the buckets, memory and time of an update")(pla
 app.command(short_help="Check whether engines can be updated from here, and say what to fix")(doctor.doctor)
 app.command(short_help="Show the state and weight version of each engine")(status.status)
 app.command(short_help="Show what every rank did in saved updates: a trace, a page or a table")(trace.trace)
-app.add_typer(bench.bench, name="bench", short_help="Measure updates, or stress them with faults")
+app.add_typer(bench.bench, name="bench", short_help="Measure updates")
 
 
 def run() -> int:

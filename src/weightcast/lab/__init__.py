@@ -1,1 +1,1 @@
-"""The laboratory: demo, benchmarks, soak test and stand-ins for stock engines.  Production code never imports it."""
+"""The laboratory: demo, benchmarks and stand-ins for stock engines.  Production code never imports it."""

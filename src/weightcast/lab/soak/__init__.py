@@ -1,1 +1,0 @@
-"""``weightcast bench soak``: engines, a trainer, load, and checks of what each of them does."""
