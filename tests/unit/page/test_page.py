@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.pages import Tags, check_alone
-from weightcast.lab.demo import plot
 from weightcast.page import write_page
 from weightcast.page.bars import Bar, State, bars, served, stacks, timeline
 from weightcast.page.charts import Figure, columns, lines
@@ -218,8 +217,6 @@ def test_no_legend_has_one_colour_for_two_phases():
     spans = tuple(Span(name, number, 1) for number, name in enumerate(PHASES))
     found = timeline("t", "c", Timeline(tracks=(Track(side="trainer", process="trainer", name="rank 0", spans=spans),)))
     assert len(dict(found.legend)) == len(found.legend) == len(PHASES)
-    drawn = list(plot._COLOURS.values())
-    assert len({*drawn}) == len(drawn)
 
 
 def test_light_and_dark_define_the_same_colours():
