@@ -31,10 +31,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in (
 
 import torch  # noqa: E402
 
-from weightcast import WeightUpdater  # noqa: E402
 from weightcast.comm.ipc import host_id  # noqa: E402
 from weightcast.digest.definition import tensor_digest  # noqa: E402
 from weightcast.lab.bench.synthetic import nested  # noqa: E402
+from weightcast.lab.connect import connect as connect_in_lab  # noqa: E402
 
 _PER_PROCESS = 32  # a group over 256 ranks has a connection for each two of them
 _ROWS = 24_000  # 6.5 MB with the layers
@@ -171,12 +171,12 @@ def measure(fleet: Fleet, way: str, cell_ranks: int, updates: int) -> dict[str, 
     urls = [f"http://127.0.0.1:{port}" for port in fleet.ports]
     requests = frozenset(fleet.ports)
     rows: list[dict[str, float]] = []
-    with WeightUpdater.connect(
+    with connect_in_lab(
         model,
         urls,
         bucket_bytes=_BUCKET_BYTES,
         timeout_s=_TIMEOUT_S,
-        cell_ranks=cell_ranks,
+        advanced={"cell_ranks": cell_ranks},
         allow_older=True,
         **_WAYS[way],
     ) as updater:

@@ -52,6 +52,7 @@ from weightcast.exporters.stages import StagesExporter
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.shapes import ModelShape, Place, model_shape
 from weightcast.lab.bench.synthetic import Pattern, key_of, nested
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import MpExecutor
@@ -69,7 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ipc": {"transport": "ipc"},
     "direct, messages": {"transport": "direct", "direct_by": "messages"},
     "direct, memory": {"transport": "direct", "direct_by": "memory"},
-    "direct, rdma": {"transport": "direct", "direct_by": "rdma"},
+    "direct, rdma": {"transport": "rdma"},
     "direct, shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
     "messages, owners": {"transport": "direct", "direct_by": "messages"},
     "memory, owners": {"transport": "direct", "direct_by": "memory"},
@@ -277,7 +278,7 @@ class Trainer:
         if way not in self._updaters:
             size = self._arguments.bucket_mib << 20
             model = self._owners.exporter() if way.endswith("owners") else self._model
-            self._updaters[way] = WeightUpdater.connect(model, self._urls, bucket_bytes=size, **WAYS[way])
+            self._updaters[way] = connect_in_lab(model, self._urls, bucket_bytes=size, **WAYS[way])
         self._pattern.fill_all(
             (tensor, key_of(version, number), first) for number, (tensor, first) in enumerate(self._local)
         )

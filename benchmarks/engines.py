@@ -538,7 +538,9 @@ class Case:
 
     def behaviour(self) -> None:
         """Two updates; the second one compares log-probabilities with the trainer's own forward pass."""
-        with self.connected(self.via[-1], verify="behaviour", pause="retract", behaviour_tolerance=TOLERANCE) as key:
+        with self.connected(
+            self.via[-1], verify="behaviour", pause="retract", advanced={"behaviour_tolerance": TOLERANCE}
+        ) as key:
             for seed in (2, 1):
                 self.update(key, f"update with behaviour to weights {seed}", seed)
         last = next(step for step in reversed(self.run.steps) if "targets" in step)

@@ -197,7 +197,7 @@ def digest_of(model: nn.Module) -> tuple[str, int]:
     return digests.finish().of_all, len(layouts)
 
 
-def measure(count: int, tensors: int, updates: int, connections: int | None = None) -> dict[str, Any]:
+def measure(count: int, tensors: int, updates: int) -> dict[str, Any]:
     """Runs updates of so many stubs."""
     torch.manual_seed(0)
     parameters = {f"layers.{n // 64}.w{n % 64}": nn.Parameter(torch.randn(2, 8), False) for n in range(tensors)}
@@ -213,9 +213,7 @@ def measure(count: int, tensors: int, updates: int, connections: int | None = No
     rows: list[dict[str, float]] = []
     try:
         with _Costs(pipe) as connect:
-            updater = WeightUpdater.connect(
-                model, urls, transport="ipc", bucket_bytes=_BUCKET_BYTES, timeout_s=300.0, max_connections=connections
-            )
+            updater = WeightUpdater.connect(model, urls, transport="ipc", bucket_bytes=_BUCKET_BYTES, timeout_s=300.0)
         with updater:
             for version in range(1, updates + 2):
                 with _Costs(pipe) as row:
@@ -286,11 +284,10 @@ def main() -> None:
     parser.add_argument("--targets", type=int, nargs="+", default=[200, 1000])
     parser.add_argument("--tensors", type=int, default=18769, help="as many as Qwen3-30B-A3B has")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--connections", type=int, help="the trainer's limit of connections; its default without")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     _allow_files()
-    found = [measure(count, arguments.tensors, arguments.updates, arguments.connections) for count in arguments.targets]
+    found = [measure(count, arguments.tensors, arguments.updates) for count in arguments.targets]
     _say(json.dumps(found, indent=1))
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

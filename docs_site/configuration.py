@@ -14,7 +14,8 @@ import griffe
 import typer
 
 from weightcast.cli.app import app
-from weightcast.config import Target, UpdateConfig
+from weightcast.config import AdvancedOptions, Target, UpdateConfig
+from weightcast.update.arguments import UpdateOptions
 
 ROOT = Path(__file__).parents[1]
 PAGE = "reference/configuration.md"
@@ -25,7 +26,6 @@ FLAGS = {
     "transport": "via",
     "timeout_s": "timeout",
     "wire_dtype": "dtype",
-    "rendezvous_host": "rendezvous",
     "url": "to",
 }
 # Environment variables that the code reads without a flag, and their meaning.
@@ -75,7 +75,13 @@ def page() -> str:
             "",
             "Keyword arguments of `WeightUpdater.connect`, and flags of `weightcast push`.",
             "",
-            *_options(UpdateConfig),
+            *_options(UpdateOptions),
+            "",
+            "## Advanced options of an update",
+            "",
+            "Keys of `advanced={...}`, and names of `--advanced NAME=VALUE`.",
+            "",
+            *_options(AdvancedOptions),
             "",
             "## Options of a target",
             "",
@@ -104,15 +110,17 @@ def _options(owner: type) -> Iterator[str]:
     flags = {parameter.name: parameter for parameter in _commands_by_name()["push"].params}
     rows: list[tuple[str, ...]] = []
     described = attributes_of(owner)
-    for field in dataclasses.fields(owner):
-        flag = flags.get(FLAGS.get(field.name, field.name))
+    defaults = {field.name: field for field in dataclasses.fields(Target if owner is Target else UpdateConfig)}
+    for name in owner.__annotations__:
+        flag = flags.get(FLAGS.get(name, name)) if owner is not AdvancedOptions else None
+        shown = f"`{flag.opts[0]}`" if flag is not None else "-"
         rows.append(
             (
-                f"`{field.name}`",
-                f"`{flag.opts[0]}`" if flag is not None else "-",
+                f"`{name}`",
+                f"`--advanced {name}=`" if owner is AdvancedOptions else shown,
                 f"`{flag.envvar}`" if flag is not None and getattr(flag, "envvar", None) else "-",
-                _default_of(field),
-                described[field.name],
+                _default_of(defaults[name]) if name in defaults else "`None`",
+                described[name],
             )
         )
     return _table(("option", "flag", "environment", "default", "meaning"), rows)

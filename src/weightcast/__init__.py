@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weightcast.version import __version__
 
 if TYPE_CHECKING:
-    from weightcast.config import Target, UpdateConfig
+    from weightcast.config import AdvancedOptions, Target
     from weightcast.errors import (
         ConfigError,
         DeadlineExceeded,
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         WeightcastError,
     )
     from weightcast.report import TargetReport, UpdateReport
+    from weightcast.update.arguments import UpdateOptions
     from weightcast.update.peer_copy import PeerCopy, copy_from_peer
     from weightcast.update.updater import WeightUpdater
 
 __all__ = [
+    "AdvancedOptions",
     "ConfigError",
     "DeadlineExceeded",
     "NotFinite",
@@ -42,8 +44,8 @@ __all__ = [
     "TargetUnreachable",
     "TrainerMismatch",
     "TrainerRankFailed",
-    "UpdateConfig",
     "UpdateFailed",
+    "UpdateOptions",
     "UpdateReport",
     "VerificationFailed",
     "WeightUpdater",
@@ -53,8 +55,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdvancedOptions": "config",
     "Target": "config",
-    "UpdateConfig": "config",
+    "UpdateOptions": "update.arguments",
     "TargetReport": "report",
     "UpdateReport": "report",
     "PeerCopy": "update.peer_copy",

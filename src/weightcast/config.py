@@ -6,20 +6,23 @@ The classes hold plain data and validate it once.  Nothing here reads an environ
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from weightcast.errors import ConfigError
 
-TransportName = Literal["auto", "ipc", "direct", "broadcast", "disk", "checkpoint-engine"]
+TransportName = Literal["auto", "ipc", "broadcast", "direct", "rdma", "disk", "checkpoint-engine"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 PauseChoice = Literal["auto", "abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
 DigestKind = Literal["fast", "sha256"]
 DiskReaders = Literal["user", "group", "all"]
-DirectBy = Literal["auto", "memory", "messages", "mixed", "rdma", "relay", "shards"]
+DirectBy = Literal["auto", "memory", "messages", "mixed", "relay", "shards"]
 MAX_TIMEOUT_S = 21_600  # engines accept a lease of a day, and a lease is four deadlines
 MAX_VERSION = 1 << 53  # JSON readers that know only floating-point numbers still read it exactly
 
@@ -112,126 +115,124 @@ class Target:
         return urlsplit(self.url).hostname or ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateConfig:
-    """Options of all updates; the keyword arguments of ``WeightUpdater.connect``.
+class AdvancedOptions(TypedDict, total=False):
+    """Options that few runs need, by name: ``connect(advanced={...})``.
 
     Attributes:
-        transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (an nccl or gloo process group of
-            trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
-            ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver),
-            ``"direct"`` (shards to the engine ranks that keep them, without a gather) or ``"auto"`` (direct with
-            ``keep_mapped`` where every target is on this host and can read shards; else ipc to the targets on this
-            host and broadcast to the others, in one update).  With ``"auto"``, a target that refuses ipc gets the same
-            update by broadcast.
-        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model, and
-            up to 64 MiB for sums and casts.  None lets ``connect`` choose: 512 MiB; by ``ipc`` to our receivers on GPUs
-            an eighth of the weights of one trainer rank, from 512 MiB to 2 GiB.  It keeps two buckets and the scratch
-            buffer of a gather within a quarter of the free memory of each trainer GPU, and chooses a larger one than
-            512 MiB for a tensor that an engine takes only whole.
-        max_extra_bytes: Most extra memory that a trainer rank may take, in bytes; None for no limit.  Buckets are made
-            smaller than ``bucket_bytes`` where it asks for that.  ``connect`` refuses a limit that is too low, with the
-            bytes that it needs.  NCCL's own memory does not count.
-        max_connections: Most connections to all engines together; None takes half of the process's limit of open files,
-            at most 4,096.  The open session of an engine and requests that engines answer together go above it.
-        pause: Fate of the requests that run at the moment of the switch.  ``"auto"`` is ``"retract"`` on each target
-            that can, so that they go on with the new weights; on another one they end (``"abort"``), and ``connect``
-            logs why.
-        verify: Highest level of proof to reach; the report has the level of each target.
-        digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
-        timeout_s: Deadline of each single wait, in seconds; at most six hours.
-        on_failure: ``"raise"``, or ``"quarantine"``, which updates the healthy targets and reports the rest.
-        check_finite: True refuses weights that are NaN or infinite before any engine switches; False sends them; None
-            checks where the pass over each bucket hides behind its digest: on CPUs, with proof.
-        wire_dtype: Dtype to which a module's floating-point tensors are cast before they are sent, e.g. ``"bfloat16"``;
-            None casts a tensor to the smaller float, other than float16, in which every engine keeps it, if there is
-            one.  An exporter object sets its own.
-        require: Lowest level of proof that each target must be able to reach; ``connect`` refuses the others.
-        first_version: Number of the first update, if it is known.  ``connect`` refuses it if a target serves a higher
-            one, so that a run does not train for nothing.
-        allow_older: True accepts a lower version than the one an engine serves (a trainer resumed from a checkpoint).
-        behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
-        min_proven_share: Smallest share of tensors, from 0 to 1, that ``verify="resident"`` has to prove on a target
-            that can read weights back.  A tensor that the engine's loader computes with cannot be read back.  A target
-            that would prove less is refused before anything is sent.
+        cell_ranks: Most engine ranks in one process group of ``broadcast``, and of ``direct`` by messages.  Engines
+            beyond it get groups of their own, which fail alone.  An engine is never divided: one with more ranks is a
+            cell by itself.  None takes 256 for ``broadcast``, which sends all weights once more for each group, and 64
+            for ``direct``.
         rendezvous_host: Address of this process that engines can reach; None asks the routing table.
+        behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
         disk_folder: Folder for ``"disk"``, under the same path for trainer and engines; None takes the folder for
             temporary files, for engines on this host.
         disk_readers: Users that may read the weights of ``"disk"``: ``"user"`` (this process's own), ``"group"`` (also
             its group, or the folder's group if the folder has the setgid bit) or ``"all"``.  An engine that runs as
             another user needs one of the last two.
-        direct_by: The way of ``"direct"``: ``"shards"`` (engine ranks on this host read the weights where the trainer
-            ranks keep them, see ``keep_mapped``), ``"memory"`` (they read trainer ranks' buffers), ``"messages"``
-            (every trainer rank sends to every engine rank, by nccl or gloo), ``"mixed"`` (an engine rank reads the
-            buffers of trainer ranks on its host and gets messages from the others), ``"relay"`` (as messages, but
-            engines that keep the same pass it on), ``"rdma"`` (engine ranks read trainer ranks' buffers through NIXL,
-            on any hosts) or ``"auto"`` (the first that works of ``shards``, ``memory``, ``mixed`` and ``messages``).
-        keep_mapped: True if the weights stay where they are between updates, so that engine ranks may keep them mapped;
-            for ``direct``.  Call ``release`` before the trainer frees or moves them.
-        cell_ranks: Most engine ranks in one process group of ``broadcast``, and of ``direct`` by messages, relay or
-            mixed.  Engines beyond it get groups of their own, which fail alone.  An engine is never divided: one with
-            more ranks is a cell by itself.  None takes 256 for ``broadcast`` and relay, which send all weights once
-            more for each group, and 64 for the others.
+        check_finite: True refuses weights that are NaN or infinite before any engine switches; False sends them; None
+            checks where the pass over each bucket hides behind its digest: on CPUs, with proof.
+        alone: True if only this rank of ``torch.distributed`` calls ``connect``, and has all weights whole.
+    """
+
+    cell_ranks: int | None
+    rendezvous_host: str | None
+    behaviour_tolerance: float
+    disk_folder: str | None
+    disk_readers: DiskReaders
+    check_finite: bool | None
+    alone: bool
+
+
+# Options that are gone, each with what to write in its place: in Python, and as a flag where there is one.
+GONE: Mapping[str, str] = {
+    "digest": "leave it out: there is one kind of digest",
+    "direct_by": 'transport names the way: transport="direct" finds it, and takes shards in place with '
+    'keep_mapped=True; transport="rdma" reads through NIXL',
+    "first_version": "leave it out: update(version=N) refuses a version that is too low",
+    "max_connections": "leave it out: the process's limit of open files decides (ulimit -n)",
+    "min_proven_share": "leave it out: the report has the share of tensors that were proven; strict=True (--strict) "
+    "refuses a target that cannot prove all",
+    "progress": "write on_event=...: StepEnded has sent_bytes and total_bytes after each bucket",
+    "require": "write verify=LEVEL, strict=True (--verify LEVEL --strict): a target that cannot prove it is refused",
+}
+
+
+def check_names(given: Iterable[str], known: Collection[str], *, of: str) -> None:
+    """Raises ConfigError for a name that is none of the options ``of`` something, with the nearest one and the list."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{of} has no option {name}", hint=f"{meant}the options are {', '.join(known)}")
+
+
+def check_options(options: Mapping[str, Any], known: Collection[str], advanced: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option of ``connect`` that is none of those ``known``, or an advanced one.
+
+    The hint says what to write instead of an option that is gone.
+    """
+    places = AdvancedOptions.__annotations__
+    for name, value in options.items():
+        if name in GONE:
+            raise ConfigError(f"connect has no option {name}", hint=GONE[name])
+        if name in places:
+            raise ConfigError(f"{name} is an advanced option", hint=f"write advanced={{{name!r}: {value!r}}}")
+    check_names(options, known, of="connect")
+    for name, value in advanced.items():
+        if name in known:
+            raise ConfigError(f"{name} is an option of its own", hint=f"write {name}={value!r} beside advanced")
+    check_names(advanced, places, of="advanced")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateConfig:
+    """The options of all updates, checked, with their defaults.
+
+    ``UpdateOptions`` (``update/arguments.py``) and ``AdvancedOptions`` describe them.
+
+    Attributes:
+        direct_by: What carries ``transport="direct"``, which ``connect`` finds out.  Only tests and measurements name
+            it: ``"shards"`` (engine ranks on this host read the weights where the trainer ranks keep them),
+            ``"memory"`` (they read trainer ranks' buffers), ``"messages"`` (every trainer rank sends to every engine
+            rank), ``"mixed"`` (an engine rank reads the buffers of trainer ranks on its host and gets messages from the
+            others) or ``"relay"`` (as messages, but engines that keep the same pass it on).
     """
 
     transport: TransportName = "auto"
-    bucket_bytes: int | None = None
-    max_extra_bytes: int | None = None
-    max_connections: int | None = None
     pause: PauseChoice = "auto"
     verify: VerifyLevel = "resident"
-    digest: DigestKind = "fast"
-    timeout_s: float = 120.0
+    strict: bool = False
     on_failure: OnFailure = "raise"
-    check_finite: bool | None = None
+    timeout_s: float = 120.0
     wire_dtype: str | None = None
-    require: VerifyLevel = "none"
-    first_version: int | None = None
+    bucket_bytes: int | None = None
+    max_extra_bytes: int | None = None
+    keep_mapped: bool = False
     allow_older: bool = False
-    behaviour_tolerance: float = 0.1
-    min_proven_share: float = 1.0
+    digest: DigestKind = "fast"
+    cell_ranks: int | None = None
     rendezvous_host: str | None = None
+    behaviour_tolerance: float = 0.1
     disk_folder: str | None = None
     disk_readers: DiskReaders = "user"
+    check_finite: bool | None = None
+    alone: bool = False
     direct_by: DirectBy = "auto"
-    keep_mapped: bool = False
-    cell_ranks: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("transport", TransportName),
-            ("pause", PauseChoice),
-            ("verify", VerifyLevel),
-            ("require", VerifyLevel),
-            ("digest", DigestKind),
-            ("on_failure", OnFailure),
-            ("disk_readers", DiskReaders),
-            ("direct_by", DirectBy),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(allowed):
-                raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(allowed))}")
+        for name, hint in _types().items():
+            _check_type(name, getattr(self, name), hint)
         if self.direct_by == "shards" and not self.keep_mapped:
             raise ConfigError(
                 'direct_by="shards" lets engine ranks keep the trainer\'s weights mapped', hint="set keep_mapped=True"
-            )
-        levels = get_args(VerifyLevel)
-        if levels.index(self.require) > levels.index(self.verify):
-            raise ConfigError(
-                f"require={self.require!r} is more than verify={self.verify!r}", hint=f"use verify={self.require!r}"
             )
         if self.bucket_bytes is not None and self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
         if self.max_extra_bytes is not None and self.max_extra_bytes < 1:
             raise ConfigError(f"max_extra_bytes={self.max_extra_bytes}: a limit is a positive number of bytes")
-        if self.max_connections is not None and self.max_connections < 1:
-            raise ConfigError(f"max_connections={self.max_connections}: a limit is a positive number of connections")
         if self.cell_ranks is not None and self.cell_ranks < 1:
             raise ConfigError(f"cell_ranks={self.cell_ranks}: a cell has at least one engine rank")
-        if self.first_version is not None:
-            check_version("first_version", self.first_version)
-        if not 0 <= self.min_proven_share <= 1:
-            raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s}: a deadline is a positive number of seconds")
         if self.timeout_s > MAX_TIMEOUT_S:
@@ -239,3 +240,20 @@ class UpdateConfig:
                 f"timeout_s={self.timeout_s:g}: a deadline is at most {MAX_TIMEOUT_S} seconds (six hours)",
                 hint="timeout_s is the deadline of each single wait, not of the whole update",
             )
+
+
+_types = cache(lambda: get_type_hints(UpdateConfig))
+_IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+
+
+def _check_type(name: str, value: object, hint: Any) -> None:
+    """Raises ConfigError, with the name of the option, for a value that is not of its type."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(hint))}")
+        return
+    allowed = get_args(hint) or (hint,)
+    [kind] = [one for one in allowed if one is not type(None)]
+    fits = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if not fits and not (value is None and len(allowed) > 1):
+        raise ConfigError(f"{name}={value!r}: write {_IN_WORDS[kind]}")

@@ -197,7 +197,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             after = "?" if row.version_after is None else row.version_after
             ranks = count_of(row.ranks, "rank")
             digest = f", digest {row.digest} on {row.digests_matched} of {ranks}" if row.digest else ""
-            part = f" ({row.proven} of {row.proven + row.unproven} tensors)" if row.proof == "partial" else ""
+            part = f" ({row.proven} of {row.proven + row.unproven} tensors)" if row.proven and row.unproven else ""
             proof = f"proof {row.proof}{part}"
             by = f", by {row.transport}" if mixed and row.transport else ""
             lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}{by}")

@@ -17,11 +17,11 @@ from pygments.token import STANDARD_TYPES
 from typer.testing import CliRunner
 
 import weightcast
-from weightcast import Target, UpdateConfig
+from weightcast import AdvancedOptions, Target, UpdateOptions
 from weightcast.adapters.registry import KINDS
 from weightcast.cli.app import app
 from weightcast.cli.options import MEANING
-from weightcast.config import VerifyLevel
+from weightcast.config import UpdateConfig, VerifyLevel
 from weightcast.transports.registry import TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
@@ -111,20 +111,25 @@ def page() -> str:
     return configuration.page()
 
 
-@pytest.mark.parametrize("owner", [UpdateConfig, Target])
+@pytest.mark.parametrize("owner", [UpdateOptions, AdvancedOptions, Target])
 def test_every_option_has_a_row_with_default_and_meaning(page, owner):
     described = configuration.attributes_of(owner)
-    for field in dataclasses.fields(owner):
-        [row] = [line for line in page.splitlines() if line.startswith(f"| `{field.name}` |")]
+    defaults = {field.name: field.default for field in (*dataclasses.fields(UpdateConfig), *dataclasses.fields(Target))}
+    for name in owner.__annotations__:
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         meaning = row.rstrip(" |").rpartition(" | ")[2]
         assert len(meaning) > 10, row
-        assert meaning.strip() == described[field.name]
-        if isinstance(field.default, str):
-            assert field.default in row
+        assert meaning.strip() == described[name]
+        if isinstance(defaults.get(name), str):
+            assert defaults[name] in row
 
 
 def test_flags_that_have_other_names_than_their_options_exist(page):
-    for option, flag in (("transport", "--via"), ("timeout_s", "--timeout"), ("rendezvous_host", "--rendezvous")):
+    for option, flag in (
+        ("transport", "--via"),
+        ("timeout_s", "--timeout"),
+        ("disk_folder", "--advanced disk_folder="),
+    ):
         assert re.search(rf"^\| `{option}` \| `{flag}` \|", page, re.MULTILINE)
     assert "| `ca_file` | `--ca-file` | `WEIGHTCAST_CA_FILE` |" in page
 

@@ -13,7 +13,9 @@ from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.update.arguments import bytes_of, exporter_of, targets_of, wire_dtype_of
+from weightcast.watch.events import StepEnded
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +61,15 @@ def test_a_dtype_may_have_any_of_its_names(engine, dtype):
     assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
 
 
-def test_a_second_run_is_told_at_connect_that_its_versions_are_too_low(engine, caplog):
+def test_a_second_run_is_told_which_versions_are_too_low(engine, caplog):
     served = next_version()
     with WeightUpdater.connect(trainer_of(served), engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
         updater.update(version=served)
-    with pytest.raises(ConfigError, match=f"version 0 is older than {served}, which {engine.url} serves") as caught:
-        WeightUpdater.connect(trainer_of(0), engine.url, first_version=0)
+    with WeightUpdater.connect(trainer_of(0), engine.url) as updater:
+        assert caplog.messages == []  # a healthy second run gets no warning
+        with pytest.raises(ConfigError, match=f"version 0 is older than {served}, which {engine.url} serves") as caught:
+            updater.update(version=0)
     assert "allow_older" in caught.value.hint
-    assert caplog.messages == []
-    WeightUpdater.connect(trainer_of(0), engine.url, first_version=served).close()
-    WeightUpdater.connect(trainer_of(0), engine.url, first_version=0, allow_older=True).close()
-    WeightUpdater.connect(trainer_of(0), engine.url).close()
-    assert caplog.messages == []  # a healthy second run gets no warning
     caplog.set_level("INFO", "weightcast")
     WeightUpdater.connect(trainer_of(0), engine.url).close()
     assert f"{engine.url} serves version {served}" in caplog.text
@@ -95,19 +94,29 @@ def test_update_counts_by_itself(engine):
         next_version()
 
 
-def test_a_proof_that_cannot_be_reached_is_refused_before_anything_moves(engine):
-    before = engine.digests()
-    for options, words in (
-        ({"require": "resident", "verify": "received"}, "require='resident' is more than verify='received'"),
-        ({"require": "sure"}, "require='sure'"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            WeightUpdater.connect(trainer_of(0), engine.url, **options)
+def test_a_proof_that_cannot_be_reached_is_refused_before_anything_moves(engine, caplog):
+    before, version = engine.digests(), next_version()
     with pytest.raises(ConfigError, match="needs a forward pass, and this exporter has none"):
-        WeightUpdater.connect(toy_weights(seed=1), engine.url, verify="behaviour", require="behaviour")
+        WeightUpdater.connect(toy_weights(seed=1), engine.url, verify="behaviour", strict=True)
     assert engine.digests() == before
-    with WeightUpdater.connect(trainer_of(1), engine.url, require="resident", allow_older=True) as updater:
+    with WeightUpdater.connect(toy_weights(seed=version), engine.url, verify="behaviour", allow_older=True) as updater:
+        assert "this exporter has none: no answer is compared" in caplog.text
+        assert updater.update(version=version).targets[0].proof == "resident"
+    with WeightUpdater.connect(trainer_of(1), engine.url, strict=True, allow_older=True) as updater:
         assert updater.update(version=next_version()).short_of("resident") == ()
+
+
+def test_listeners_hear_how_many_bytes_were_sent_of_how_many(engine):
+    version, heard = next_version(), list[StepEnded]()
+    with WeightUpdater.connect(
+        trainer_of(version), engine.url, bucket_bytes="64KiB", allow_older=True, on_event=heard.append
+    ) as updater:
+        report = updater.update(version=version)
+    steps = [event for event in heard if isinstance(event, StepEnded) and event.total_bytes]
+    assert [(event.step.phase, event.step.bucket) for event in steps] == [("send", n) for n in range(report.buckets)]
+    sizes = [event.sent_bytes for event in steps]
+    assert sizes == sorted(set(sizes))
+    assert {event.total_bytes for event in steps} == {sizes[-1]} == {report.bytes}
 
 
 def test_a_module_with_nan_is_refused_and_the_engine_keeps_serving(engine):
@@ -147,7 +156,7 @@ def test_an_adapter_with_nan_is_refused_before_its_merged_weights_leave(engine, 
         parent.add_module(path[-1], layer)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up"])).to(torch.bfloat16)
     with WeightUpdater.connect(
-        model, engine.url, bucket_bytes="128KiB", allow_older=True, check_finite=check_finite
+        model, engine.url, bucket_bytes="128KiB", allow_older=True, advanced={"check_finite": check_finite}
     ) as updater:
         updater.update(version=version)
         assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
@@ -232,7 +241,7 @@ def test_every_second_of_an_update_belongs_to_a_phase(engine):
     with WeightUpdater.connect(model, engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
         report = updater.update(version=version)
     assert unnamed_s(report) == pytest.approx(0, abs=1e-3)
-    with WeightUpdater.connect(
+    with connect_in_lab(
         model, engine.url, bucket_bytes="64KiB", allow_older=True, progress=lambda *_: time.sleep(wait_s)
     ) as updater:
         slow = updater.update(version=after)

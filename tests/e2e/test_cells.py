@@ -29,12 +29,13 @@ from tests.helpers.harness import (
 )
 from tests.helpers.ranks import Ranks
 from tests.helpers.toy_engine import toy_weights
-from weightcast import UpdateFailed, WeightUpdater
+from weightcast import UpdateFailed
 from weightcast.cli.app import app
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
 from weightcast.update import choose, sessions
@@ -99,7 +100,7 @@ def test_an_engine_that_dies_leaves_other_cells_undisturbed(engines, fresh):
     doomed, others = fresh("--local"), [engines.one, engines.two]
     version = next_version()
 
-    report = update([doomed, *others], version, cell_ranks=1, progress=once_half_way(doomed.close))
+    report = update([doomed, *others], version, advanced={"cell_ranks": 1}, progress=once_half_way(doomed.close))
 
     check_others(report, doomed, others, version)
     assert report.resent_bytes == 0
@@ -121,7 +122,7 @@ def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fr
     assert serves_whole(doomed) == serves_whole(apart) == 0
     cell_ranks = 2 + rest.info().tp_size
     version = next_version()
-    options = {"cell_ranks": cell_ranks, "timeout_s": 3.0}
+    options = {"advanced": {"cell_ranks": cell_ranks}, "timeout_s": 3.0}
     try:
         report = update([doomed, rest, apart], version, progress=once_half_way(lambda: hit(doomed, what)), **options)
     finally:
@@ -175,7 +176,7 @@ def test_an_engine_that_does_not_come_to_the_meeting_is_left_out_of_its_cell(eng
 
     Channel.connect = stop_and_join
     try:
-        report = update([doomed, engines.one, apart], version, cell_ranks=3, timeout_s=3.0)
+        report = update([doomed, engines.one, apart], version, advanced={"cell_ranks": 3}, timeout_s=3.0)
     finally:
         Channel.connect = join
         doomed.signal(signal.SIGCONT)
@@ -250,7 +251,7 @@ def test_several_engines_die_in_one_update(engines, fresh, at_once, cell_ranks):
             left.pop().close()
 
     chosen = [doomed[0], others[0], doomed[1], others[1]]
-    report = update(chosen, version, cell_ranks=cell_ranks, progress=strike)
+    report = update(chosen, version, advanced={"cell_ranks": cell_ranks}, progress=strike)
 
     assert not left
     for engine in doomed:
@@ -265,7 +266,7 @@ def test_with_on_failure_raise_no_cell_switches(engines, fresh):
         update(
             [doomed, engines.one],
             next_version(),
-            cell_ranks=1,
+            advanced={"cell_ranks": 1},
             on_failure="raise",
             progress=once_half_way(doomed.close),
         )
@@ -276,7 +277,7 @@ def test_with_on_failure_raise_no_cell_switches(engines, fresh):
 def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
     doomed = fresh("--local")
     model = trainer_of(version := next_version())
-    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0, "cell_ranks": 1}
+    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0, "advanced": {"cell_ranks": 1}}
     with connect(
         model, [doomed, engines.one, engines.host], progress=once_half_way(doomed.close), **options
     ) as updater:
@@ -333,7 +334,7 @@ def push_to(urls: list[str], version: int, folder: Path, *options: object) -> Re
     return CliRunner().invoke(app, list(map(str, words)), prog_name="weightcast")
 
 
-@pytest.mark.parametrize(("options", "cells"), [((), [[0, 1, 2]]), (("--cell-ranks", 2), [[0], [1], [2]])])
+@pytest.mark.parametrize(("options", "cells"), [((), [[0, 1, 2]]), (("--advanced", "cell_ranks=2"), [[0], [1], [2]])])
 def test_the_command_push_divides_engines_into_cells(engines, monkeypatch, tmp_path, options, cells):
     chosen, found = [engines.one, engines.two, engines.host], list[list[str]]()
     connect = Channel.connect
@@ -353,7 +354,7 @@ def test_the_command_push_divides_engines_into_cells(engines, monkeypatch, tmp_p
 
 def test_the_command_push_refuses_cells_without_ranks(engines, tmp_path):
     before = serves_whole(engines.one)
-    result = push_to([engines.one.url], next_version(), tmp_path, "--cell-ranks", 0)
+    result = push_to([engines.one.url], next_version(), tmp_path, "--advanced", "cell_ranks=0")
     assert result.exit_code == 2
     assert "cell_ranks=0: a cell has at least one engine rank" in result.output
     assert serves_whole(engines.one) == before
@@ -408,7 +409,7 @@ def lose_an_engine(urls: list[str], victim: int, what: int, versions: list[int],
     model = trainer_of(versions[0])
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     told = []
-    with WeightUpdater.connect(
+    with connect_in_lab(
         model, urls, bucket_bytes=SMALL_BUCKETS, on_failure="quarantine", progress=strike, **options
     ) as updater:
         for version in versions:
@@ -437,7 +438,7 @@ def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ra
     lost, kept, apart = fresh("--tp", "2"), fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]
     victim = lost.info().ranks[1].pid
-    options = WAYS[way] | {"cell_ranks": cell_ranks, "timeout_s": 10.0 if struck == "killed" else 4.0}
+    options = WAYS[way] | {"advanced": {"cell_ranks": cell_ranks}, "timeout_s": 10.0 if struck == "killed" else 4.0}
     number = signal.SIGKILL if struck == "killed" else signal.SIGSTOP
     urls = [lost.url, kept.url, apart.url]
 
@@ -462,7 +463,7 @@ def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ra
 def test_cells_of_messages_are_exchanged_side_by_side(fresh, two_ranks):
     engines = [fresh("--tp", str(tp)) for tp in (1, 2, 1)]
     versions = [next_version(), next_version()]
-    options = {"transport": "direct", "direct_by": "messages", "cell_ranks": 2, "timeout_s": 30.0}
+    options = {"transport": "direct", "direct_by": "messages", "advanced": {"cell_ranks": 2}, "timeout_s": 30.0}
     told = two_ranks.run(lose_an_engine, [engine.url for engine in engines], 0, 0, versions, options)
     for text in told[0]:
         report = UpdateReport.from_json(text)

@@ -31,12 +31,14 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.mark.parametrize(("cell_ranks", "cells"), [(2, [[0, 1], [2]]), (1, [[0], [1], [2]])])
 def test_engines_in_cells_hold_what_was_broadcast(fleet: Fleet, cell_ranks: int, cells: list[list[int]]) -> None:
-    check_three_updates(fleet, {"transport": "broadcast", "cell_ranks": cell_ranks}, cells=cells, copies=0)
+    check_three_updates(
+        fleet, {"transport": "broadcast", "advanced": {"cell_ranks": cell_ranks}}, cells=cells, copies=0
+    )
 
 
 @pytest.mark.parametrize(("way", "copies"), [("messages", 3), ("relay", 2)])
 def test_engines_in_cells_hold_what_trainer_ranks_sent_them(fleet: Fleet, way: str, copies: int) -> None:
-    options = MESSAGES | {"direct_by": way, "cell_ranks": 2}
+    options = MESSAGES | {"direct_by": way, "advanced": {"cell_ranks": 2}}
     check_three_updates(fleet, options, cells=[[0, 1], [2]], copies=copies)
 
 

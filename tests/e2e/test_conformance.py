@@ -123,7 +123,7 @@ class TestDirect:
     def test_an_engine_that_refuses_every_way_it_offers_fails(
         self, served: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(direct, "WAYS", {"memory": {"direct_by": "memory", "digest": "sha256"}})
+        monkeypatch.setattr(direct, "WAYS", {"memory": {"direct_by": "memory", "wire_dtype": "float16"}})
         with pytest.raises(Failed, match="offers direct, and no way of it"):
             direct.takes_shards(served)
 

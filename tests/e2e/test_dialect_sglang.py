@@ -158,8 +158,8 @@ def test_the_command_line(two: Engine, tmp_path: Path) -> None:
         version,
         "--via",
         "disk",
-        "--disk-folder",
-        tmp_path,
+        "--advanced",
+        f"disk_folder={tmp_path}",
     ]
     done = weightcast("push", tmp_path / "seed-31", *arguments)
     assert done.returncode == 0, done.stderr

@@ -24,10 +24,10 @@ from tests.helpers.placed import SpreadEngine
 from tests.helpers.ranks import Ranks
 from tests.helpers.stolen import Inexcusable
 from tests.helpers.toy_engine import toy_weights
-from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.errors import TrainerRankFailed
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.update.served_parts import ServedParts
 
 pytestmark = [pytest.mark.skipif(bool(cannot()), reason=cannot())]
@@ -113,7 +113,7 @@ def begin(urls: list[str], version: int, mesh: tuple[int, ...], options: dict) -
     TrainerGroup.move = no_moves
     model = trainer_of(version, mesh)
     options = {"transport": "direct", "bucket_bytes": 1 << 20, "timeout_s": PATIENCE_S} | options
-    kept.update(model=model, mesh=mesh, updater=WeightUpdater.connect(model, urls, **options))
+    kept.update(model=model, mesh=mesh, updater=connect_in_lab(model, urls, **options))
 
 
 def go_on(version: int) -> str:
@@ -239,25 +239,6 @@ def test_memory_that_cannot_be_mapped_gives_way_to_messages_in_the_same_update(p
     assert legs(rows[1]) == {((0,), "memory", (0, 1)), ((0,), "messages", (2, 3))}
 
 
-def refused_update(urls: list[str], version: int, options: dict) -> str:
-    begin(urls, next_version(), (4,), options)
-    try:
-        with pytest.raises(UpdateFailed) as raised:
-            go_on(version)
-        return str(raised.value)
-    finally:
-        finish()
-
-
-def test_memory_that_cannot_be_mapped_is_refused_by_name_if_it_was_asked_for(places, job, spread) -> None:
-    alpha, beta, _ = places
-    refused = spread(alpha, beta, stranger=1)
-    for words in job.run(refused_update, [refused.url], next_version(), {"direct_by": "mixed"}):
-        assert f"{refused.url} refused bucket 0" in words
-        assert "rank 1: cannot map memory of process" in words
-    check_serves([refused], 0)
-
-
 def lose_a_trainer(urls: list[str], version: int, victim: int) -> str:
     look, seen = ServedParts.look, []
 
@@ -344,7 +325,7 @@ def test_ranks_that_get_messages_are_in_cells_and_the_rest_of_one_goes_on(places
     alpha, beta, _ = places
     engine, doomed, rest = engines = spread(alpha, beta), spread(beta), spread(alpha)
     check_serves([*engines], 0)
-    urls, options = [one.url for one in engines], {"cell_ranks": 2, "direct_by": direct_by}
+    urls, options = [one.url for one in engines], {"advanced": {"cell_ranks": 2}, "direct_by": direct_by}
     assert job.run(cells_of, urls, options)[0] == ((engine.url,), (doomed.url, rest.url))
     version, pid = next_version(), doomed.info().ranks[0].pid
     for text in job.run(lose_an_engine_rank, urls, version, pid, (4,), options):
@@ -365,7 +346,7 @@ def test_ranks_that_get_messages_are_in_cells_and_the_rest_of_one_goes_on(places
 def test_cell_with_a_rank_that_gets_no_messages_starts_over_without_the_engine_that_failed(places, job, spread) -> None:
     alpha, beta, gamma = places
     doomed, rest, apart = engines = spread(alpha, gamma), spread(beta, gamma), spread(gamma)
-    version, pid, options = next_version(), doomed.info().ranks[1].pid, {"cell_ranks": 2}
+    version, pid, options = next_version(), doomed.info().ranks[1].pid, {"advanced": {"cell_ranks": 2}}
     urls = [one.url for one in engines]
     for text in job.run(lose_an_engine_rank, urls, version, pid, (2, 2), options):
         lost, *rows = json.loads(text)["targets"]

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.e2e.served import Served
-from weightcast import WeightUpdater
 from weightcast.comm import nixl
 from weightcast.comm.ipc import SharedBuffer
 from weightcast.lab.bench.synthetic import nested
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.runtime.lru import Lru
 from weightcast.wire import source_tables
 from weightcast.wire.layout import TensorSpec
@@ -59,7 +59,7 @@ def share(model: nn.Module) -> SharedBuffer:
 
 
 # On a CPU weights are checked part by part, which a GPU leaves out by default.
-SHARDS = {"transport": "direct", "direct_by": "shards", "keep_mapped": True, "check_finite": False}
+SHARDS = {"transport": "direct", "direct_by": "shards", "keep_mapped": True, "advanced": {"check_finite": False}}
 BY_MEMORY = [
     pytest.param({"transport": "ipc"}, id="ipc"),
     pytest.param({"transport": "direct", "direct_by": "memory"}, id="direct by memory"),
@@ -71,7 +71,7 @@ WAYS = [
     pytest.param({"transport": "direct", "direct_by": "messages"}, id="messages"),
     pytest.param({"transport": "direct", "direct_by": "relay"}, id="relay"),
     pytest.param(
-        {"transport": "direct", "direct_by": "rdma"},
+        {"transport": "rdma"},
         id="rdma",
         marks=pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing()),
     ),
@@ -84,7 +84,7 @@ def test_each_of_the_first_updates_arrives(way, verify):
     """The first finds everything new, the second writes the other set of weights, and the third repeats the first."""
     with closing(Served(specs_of(FEW))) as served, shared_model() as model:
         size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        with WeightUpdater.connect(model, served.url, bucket_bytes=size_bytes // 4, verify=verify, **way) as updater:
+        with connect_in_lab(model, served.url, bucket_bytes=size_bytes // 4, verify=verify, **way) as updater:
             for version in (1, 2, 3):
                 train(model)
                 assert not holds(served, model)
@@ -99,7 +99,7 @@ def test_later_updates_send_nothing_for_each_tensor(transport):
     served, model = Served(specs_of(count)), weights(1, count)
     try:
         sizes: list[int] = []
-        with WeightUpdater.connect(model, served.url, transport=transport, bucket_bytes=512 * count // 4) as updater:
+        with connect_in_lab(model, served.url, transport=transport, bucket_bytes=512 * count // 4) as updater:
             assert served.metered.size_bytes > 10 * count, "connect sends the tables, so this test can fail"
             for version in (1, 2, 3):
                 train(model)
@@ -116,7 +116,7 @@ def test_an_engine_that_forgot_a_source_gets_it_again(monkeypatch):
     count = 4096
     served, model = Served(specs_of(count)), weights(1, count)
     try:
-        with WeightUpdater.connect(model, served.url, transport="direct", bucket_bytes=512 * count // 4) as updater:
+        with connect_in_lab(model, served.url, transport="direct", bucket_bytes=512 * count // 4) as updater:
             updater.update(version=1)
             monkeypatch.setattr(source_tables, "_decoded", Lru(1 << 20))
             train(model)
@@ -134,7 +134,7 @@ def test_an_engine_hears_the_plan_once_and_serves_what_it_served(transport):
         with torch.no_grad():
             served.model.load_weights(weights(0, FEW).named_parameters())
         before = served.handler.info()
-        with WeightUpdater.connect(model, served.url, transport=transport, bucket_bytes=4096) as updater:
+        with connect_in_lab(model, served.url, transport=transport, bucket_bytes=4096) as updater:
             assert not any(isinstance(message, Open) for message in served.heard)
             assert served.handler.info() == before
             assert holds(served, weights(0, FEW))
@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_take_the_plan_is_updated_all_the_same(caplog):
         model = weights(1, FEW)
         served.receiver.sleep()
         caplog.set_level("INFO", logger="weightcast.update.prepare")
-        with WeightUpdater.connect(model, served.url, transport="ipc") as updater:
+        with connect_in_lab(model, served.url, transport="ipc") as updater:
             assert "asleep" in caplog.text
             served.receiver.wake()
             assert updater.update(version=1).targets[0].proof == "resident"
@@ -165,8 +165,8 @@ def test_what_one_trainer_has_prepared_is_not_in_the_way_of_another():
     try:
         model, other = weights(1, FEW), weights(2, FEW)
         with (
-            WeightUpdater.connect(model, served.url, transport="ipc", bucket_bytes=4096) as first,
-            WeightUpdater.connect(other, served.url, transport="ipc", bucket_bytes=8192) as second,
+            connect_in_lab(model, served.url, transport="ipc", bucket_bytes=4096) as first,
+            connect_in_lab(other, served.url, transport="ipc", bucket_bytes=8192) as second,
         ):
             first.update(version=1)
             assert holds(served, model)
@@ -186,7 +186,7 @@ def test_memory_that_moves_after_connect_is_found(way):
     before = share(model)
     buffers = [before]
     try:
-        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+        with connect_in_lab(model, served.url, bucket_bytes=4096, **way) as updater:
             for parameter in served.model.parameters():
                 parameter.data = parameter.data.clone()
             buffers.append(share(model))
@@ -223,7 +223,7 @@ def shared_model() -> Iterator[nn.Module]:
 def test_an_engine_lets_go_of_a_trainer_that_never_sent(way):
     with closing(Served(specs_of(FEW))) as served, shared_model() as model:
         own = mapped_files()
-        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way):
+        with connect_in_lab(model, served.url, bucket_bytes=4096, **way):
             assert mapped_files() > own
         assert mapped_files() == own
 
@@ -232,7 +232,7 @@ def test_an_engine_lets_go_of_a_trainer_that_never_sent(way):
 def test_updates_map_nothing_that_connect_has_not_mapped(way):
     with closing(Served(specs_of(FEW))) as served, shared_model() as model:
         own = mapped_files()
-        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+        with connect_in_lab(model, served.url, bucket_bytes=4096, **way) as updater:
             connected = mapped_files()
             assert connected > own
             for version in (1, 2):
@@ -246,7 +246,7 @@ def test_updates_map_nothing_that_connect_has_not_mapped(way):
 def test_an_engine_maps_again_what_it_was_told_to_unmap(way):
     with closing(Served(specs_of(FEW))) as served, shared_model() as model:
         own = mapped_files()
-        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+        with connect_in_lab(model, served.url, bucket_bytes=4096, **way) as updater:
             connected = mapped_files()
             updater.release()
             assert own <= mapped_files() < connected
@@ -259,7 +259,7 @@ def test_an_engine_maps_again_what_it_was_told_to_unmap(way):
 def test_targets_that_join_later_map_this_trainer_too(way):
     with closing(Served(specs_of(FEW))) as served, closing(Served(specs_of(FEW))) as late, shared_model() as model:
         own = mapped_files()
-        with WeightUpdater.connect(model, served.url, bucket_bytes=4096, **way) as updater:
+        with connect_in_lab(model, served.url, bucket_bytes=4096, **way) as updater:
             one = mapped_files() - own
             updater.retarget([served.url, late.url])
             assert mapped_files() - own > one

@@ -28,9 +28,9 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.server_events import lines_of
 from tests.helpers.stolen import Inexcusable
 from tests.helpers.tiny import greedy, tiny_model
-from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.rollout.cache import cache_name
 
 BATCH = 16
@@ -138,7 +138,7 @@ class World:
         """Updates to the next version, with a trainer in this process; with the default pause if none is named."""
         self.version += 1
         options = {"timeout_s": PATIENCE_S, "bucket_bytes": 1 << 20} | options | ({"pause": mode} if mode else {})
-        with WeightUpdater.connect(self.model(self.version), [self.engine.url], **options) as updater:
+        with connect_in_lab(self.model(self.version), [self.engine.url], **options) as updater:
             report = updater.update(version=self.version)
         assert report.ok
         assert report.targets[0].proof == "resident"
@@ -294,7 +294,7 @@ def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
     before = world.engine.digests()
     loaded = BeforeCommit(lambda: world.load(3 * LONG))
     with (
-        WeightUpdater.connect(
+        connect_in_lab(
             world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=1.0, progress=loaded
         ) as updater,
         pytest.raises(UpdateFailed, match="running requests to finish") as failed,
@@ -318,7 +318,7 @@ def push_and_wait(folder: str, url: str, version: int, sent: Path, go: Path) -> 
         wait_until(go.exists, "the load")
 
     options: dict[str, Any] = {"pause": "wait", "timeout_s": PATIENCE_S, "progress": BeforeCommit(hold)}
-    with CheckpointExporter(folder) as exporter, WeightUpdater.connect(exporter, [url], **options) as updater:
+    with CheckpointExporter(folder) as exporter, connect_in_lab(exporter, [url], **options) as updater:
         updater.update(version=version)
 
 
@@ -377,7 +377,7 @@ def test_sleep_and_wake(world: World) -> None:
     pending = world.pool.submit(world.ask, [3, 1, 4], SHORT, stream=False)
     world.until(lambda health: health["waiting"] == 1)
     with (
-        WeightUpdater.connect(world.model(world.version + 1), [world.engine.url], timeout_s=PATIENCE_S) as updater,
+        connect_in_lab(world.model(world.version + 1), [world.engine.url], timeout_s=PATIENCE_S) as updater,
         pytest.raises(UpdateFailed, match=r"asleep.*wake"),
     ):
         updater.update(version=world.version + 1)
@@ -405,7 +405,7 @@ def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> N
         return loaded
 
     loaded = BeforeCommit(load)
-    with WeightUpdater.connect(
+    with connect_in_lab(
         world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=PATIENCE_S, progress=loaded
     ) as updater:
         update = world.pool.submit(updater.update, version=world.version + 1)

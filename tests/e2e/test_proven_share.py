@@ -1,13 +1,16 @@
-"""An engine that computes with some of the weights while they load proves the others, and the update says so."""
+"""An engine that computes with some of the weights while they load proves the others, and connect and report say so."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.harness import Engine, connect, free, next_version, trainer_of
-from weightcast.errors import UpdateFailed
+from weightcast import ConfigError
+
+WORDS = "3 of 10 tensors cannot be proven resident"
 
 
 @pytest.fixture(scope="module")
@@ -17,25 +20,43 @@ def engine() -> Iterator[Engine]:
     made.close()
 
 
-def test_less_proof_than_was_asked_for_is_refused_before_anything_moves(engine: Engine) -> None:
-    before, version, digests = engine.info().version, next_version(), engine.digests()
-    with connect(trainer_of(version), [engine]) as updater:
-        with pytest.raises(UpdateFailed, match=r"7 of 10 tensors.*layers.0.norm.weight"):
-            updater.update(version=version)
-        info = free(engine)
-        assert (info.state, info.version, info.paused) == ("serving", before, False)
-        assert engine.digests() == digests
+def test_less_proof_than_strict_asks_for_is_refused_before_anything_moves(engine: Engine) -> None:
+    before, digests = engine.info().version, engine.digests()
+    with pytest.raises(ConfigError, match=rf"{WORDS}, and strict=True asks for it: .*layers.0.norm.weight") as caught:
+        connect(trainer_of(next_version()), [engine], strict=True)
+    assert "--strict" in (caught.value.hint or "")
+    info = free(engine)
+    assert (info.state, info.version, info.paused) == ("serving", before, False)
+    assert engine.digests() == digests
 
 
 @pytest.mark.parametrize(
     ("options", "proof"),
-    [({"min_proven_share": 0.7}, "partial"), ({"verify": "received"}, "received"), ({"verify": "none"}, "none")],
+    [
+        ({}, "partial"),
+        ({"verify": "received"}, "received"),
+        ({"verify": "received", "strict": True}, "received"),
+        ({"verify": "none"}, "none"),
+    ],
 )
-def test_a_part_is_called_a_part(engine: Engine, options: dict[str, object], proof: str) -> None:
+def test_a_part_is_called_a_part(
+    engine: Engine, options: dict[str, object], proof: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "weightcast")
     version = next_version()
     with connect(trainer_of(version), [engine], **options) as updater:
+        said = [record.getMessage() for record in caplog.records]
         report = updater.update(version=version)
         [row] = report.targets
         assert (row.status, row.version_after, row.proof) == ("serving", version, proof)
         assert (row.proven, row.unproven) == ((7, 3) if proof == "partial" else (0, 3))
         assert f"proof {proof}" in str(report)
+        assert ("(7 of 10 tensors)" in str(report)) == (proof == "partial")
+        assert report.short_of("resident") == report.targets
+        updater.retarget([engine.url])
+    if proof == "partial":
+        assert len(said) == 1
+        assert f"{engine.url}: {WORDS}: the engine's loader computes with layers.0.norm.weight" in said[0]
+    else:
+        assert said == []
+    assert [record.getMessage() for record in caplog.records] == said  # once, however often it is updated

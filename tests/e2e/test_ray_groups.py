@@ -264,7 +264,7 @@ def test_colocated_ranks_share_bundles_and_a_lost_trainer_is_named(cluster):  # 
 
 @pytest.mark.wide  # seventeen seconds; test_direct.py and test_first_update.py have it without Ray
 def test_released_weights_are_mapped_by_no_engine_until_the_next_update(cluster):  # noqa: F811
-    started = start(colocated(2, 1, tp=2), "direct", SharedLearner, direct_by="shards", keep_mapped=True)
+    started = start(colocated(2, 1, tp=2), "direct", SharedLearner, keep_mapped=True)
     try:
         started.trainers.release()  # nothing was sent yet
         server = server_of(started.engines.urls[0])

@@ -21,9 +21,9 @@ from tests.helpers.harness import wait_for
 from tests.helpers.hosts import Host, cannot, enter, hosts, show_interfaces
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model
-from weightcast import WeightUpdater
 from weightcast.comm import nixl
 from weightcast.digest.definition import tensor_digest
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [
     pytest.mark.wide,
@@ -63,7 +63,7 @@ def update_each(
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     rows: list[dict[str, Any]] = []
     options = {"bucket_bytes": 2 << 20, "timeout_s": 60.0, "progress": progress} | options
-    with WeightUpdater.connect(model, urls, transport="direct", direct_by="rdma", **options) as updater:
+    with connect_in_lab(model, urls, transport="rdma", **options) as updater:
         for version in versions:
             for parameter in model.parameters():
                 parameter.data.mul_(1 + version / 100)

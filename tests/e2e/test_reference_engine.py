@@ -196,7 +196,7 @@ def test_a_trainer_sharded_over_two_processes(pair: tuple[Family, list[Engine]],
 def test_behaviour_is_proven_with_a_forward_pass(pair: tuple[Family, list[Engine]]) -> None:
     family, targets = pair
     version = targets[0].info()["version"] + 1
-    report = update(family.c.model, targets, version, verify="behaviour", behaviour_tolerance=1e-3)
+    report = update(family.c.model, targets, version, verify="behaviour", advanced={"behaviour_tolerance": 1e-3})
     check_report(report, targets, transport="ipc", proof="behaviour")
     for engine in targets:
         check_answers(engine, family.c, version)

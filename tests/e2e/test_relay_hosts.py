@@ -19,8 +19,8 @@ from tests.e2e.engines import ANSWER_S, ENVIRONMENT, NO_KEEP_ALIVE, Engine
 from tests.helpers.hosts import Host, cannot, hosts
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model
-from weightcast import WeightUpdater
 from weightcast.digest.definition import tensor_digest
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(bool(cannot()), reason=cannot())]
 
@@ -58,7 +58,7 @@ def update_each(folder: str, urls: list[str], versions: list[int], way: str) -> 
     model = AutoModelForCausalLM.from_pretrained(folder)
     seconds = []
     options = dict(transport="direct", direct_by=way, bucket_bytes=2 << 20, timeout_s=120.0)
-    with WeightUpdater.connect(model, urls, **options) as updater:
+    with connect_in_lab(model, urls, **options) as updater:
         for version in versions:
             for parameter in model.parameters():
                 parameter.data.mul_(1 + version / 100)

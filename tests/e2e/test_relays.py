@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.test_direct import RELAY, lose_an_engine, sharded
 from tests.helpers.harness import next_version, on_every_rank, serves_whole, set_shards
 from tests.helpers.ranks import Ranks
-from weightcast import WeightUpdater
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.update.exchange import Exchange
 
 
@@ -33,7 +33,7 @@ def update_and_count(urls: list[str], versions: list[int], way: str) -> tuple[li
     model = sharded(versions[0], (2,))
     reports: list[str] = []
     try:
-        with WeightUpdater.connect(
+        with connect_in_lab(
             model, urls, transport="direct", direct_by=way, bucket_bytes=100_000, timeout_s=60.0
         ) as updater:
             for version in versions:

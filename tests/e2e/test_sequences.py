@@ -196,7 +196,6 @@ class World:
             transport=self.transport,
             bucket_bytes=bucket_bytes,
             allow_older=True,
-            min_proven_share=0.0,
         )
 
     def other_model(self) -> nn.Module:

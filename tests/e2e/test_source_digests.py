@@ -207,9 +207,8 @@ def test_tensors_that_no_rank_sums_are_counted_and_named_and_digested_in_the_buc
     assert serves_whole(engines.one) == version
 
 
-@pytest.mark.parametrize("digest", ["fast", "sha256"])
-def test_a_bucket_that_changes_before_the_head_reads_it_is_caught_there(engines, monkeypatch, digest):
-    # With another dtype or SHA-256 the head reads its bucket, so both sums can be compared.
+def test_a_bucket_that_changes_before_the_head_reads_it_is_caught_there(engines, monkeypatch):
+    # With another dtype the head reads its bucket, so both sums can be compared.
     before, version = serves_whole(engines.two), next_version()
     add = SentDigests.add
 
@@ -220,9 +219,7 @@ def test_a_bucket_that_changes_before_the_head_reads_it_is_caught_there(engines,
 
     monkeypatch.setattr(SentDigests, "add", flip_first)
     with (
-        connect(
-            trainer_of(version), [engines.two], transport="ipc", digest=digest, wire_dtype=torch.float32
-        ) as updater,
+        connect(trainer_of(version), [engines.two], transport="ipc", wire_dtype=torch.float32) as updater,
         pytest.raises(UpdateFailed, match="the bucket of trainer rank 0 has other bytes than the trainer ranks hold"),
     ):
         updater.update(version=version)

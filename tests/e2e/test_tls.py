@@ -21,8 +21,9 @@ from tests.helpers.certificates import Authority
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.commands import context
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from weightcast import Target, WeightUpdater
+from weightcast import Target
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.lab.connect import connect as connect_in_lab
 
 KEY = "sesame"
 
@@ -142,7 +143,7 @@ def _update_and_stop(target: Target, checkpoint: Path, version: int, arrived: An
 
     with CheckpointExporter(checkpoint) as exporter:
         options = {"bucket_bytes": 100_000, "timeout_s": 30.0, "progress": progress}
-        WeightUpdater.connect(exporter, [target], **options).update(version=version)
+        connect_in_lab(exporter, [target], **options).update(version=version)
 
 
 def test_a_trainer_that_is_killed_is_noticed_through_tls(guarded):

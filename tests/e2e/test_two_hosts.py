@@ -16,9 +16,9 @@ from tests.e2e.test_direct import SHARDS, in_shared_memory, sharded
 from tests.helpers.harness import Engine, next_version, on_every_rank, serves_whole, set_shards
 from tests.helpers.placed import move_to_host_a, move_to_host_b, move_to_host_c, needs_root
 from tests.helpers.ranks import Ranks
-from weightcast import WeightUpdater
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.errors import ConfigError, TrainerRankFailed
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [pytest.mark.deadlines, needs_root]
 PATIENT_S = 60.0
@@ -41,7 +41,7 @@ def update_each(urls: list[str], versions: list[int], mesh_shape: tuple[int, ...
     """The transport chosen at connect, and the report of each update; the weights are changed before each."""
     options = {"bucket_bytes": 30_000, "timeout_s": PATIENT_S} | options
     model = (in_shared_memory if options.get("keep_mapped") else sharded)(next_version(), mesh_shape)
-    with WeightUpdater.connect(model, urls, **options) as updater:
+    with connect_in_lab(model, urls, **options) as updater:
         told = [updater.transport]
         for version in versions:
             set_shards(model, version)
@@ -123,7 +123,7 @@ def lose_the_speaker(urls: list[str], version: int, number: int) -> str:
     SharedSlot.share = lost
     model = sharded(version, (4,))
     try:
-        with WeightUpdater.connect(model, urls, bucket_bytes=30_000, timeout_s=10.0) as updater:
+        with connect_in_lab(model, urls, bucket_bytes=30_000, timeout_s=10.0) as updater:
             updater.update(version=version)
     except TrainerRankFailed as error:
         return str(error)

@@ -155,5 +155,3 @@ def test_a_number_that_is_too_low_cannot_work_as_asked(fresh):
 def test_a_number_that_no_engine_takes_is_refused_with_the_limit(engines, version):
     with connect(trainer_of(0), [engines.one]) as updater, pytest.raises(ConfigError, match=str(LIMIT)):
         updater.update(version=version)
-    with pytest.raises(ConfigError, match=str(LIMIT)):
-        connect(trainer_of(0), [engines.one], first_version=version)

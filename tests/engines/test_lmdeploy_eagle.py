@@ -16,6 +16,7 @@ from tests.engines.lmdeploy_receiver_server import EOS, LmdeployStream, fresh, l
 from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [pytest.mark.engine_full]
 
@@ -123,7 +124,7 @@ def test_requests_go_on_over_a_switch_of_both(tmp_path: Path, pause: Any) -> Non
 
         running = BeforeCommit(load)
         during: dict[str, Any] = OPTIONS | {"pause": pause, "progress": running}
-        with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **during) as updater:
+        with connect_in_lab(b.of_model, [Target(engine.url)], draft=b.tensors, **during) as updater:
             (row,) = updater.update(version=1).targets
         assert (row.proof, row.version_after) == ("resident", 1)
         for stream in running.result or ():

@@ -38,8 +38,9 @@ from tests.helpers.harness import BeforeCommit, wait_for
 from tests.helpers.metrics import series
 from tests.helpers.raycluster import HEAD, HIGH, LOW
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from weightcast import ConfigError, Target, UpdateFailed, WeightUpdater, copy_from_peer
+from weightcast import ConfigError, Target, UpdateFailed, copy_from_peer
 from weightcast.comm.ports import quiet_port
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [pytest.mark.engine_full]
 
@@ -83,7 +84,7 @@ class Served:
         before, new = self.model, copy.deepcopy(self.model)
         nudge(new, seed=self.version + 1)
         options = {"transport": via, "bucket_bytes": 300_000, "timeout_s": PATIENCE_S} | more
-        with WeightUpdater.connect(new, [self.target], pause=pause, **options) as updater:
+        with connect_in_lab(new, [self.target], pause=pause, **options) as updater:
             report = updater.update(version=self.version + 1)
         self.version += 1
         self.model = new
@@ -223,7 +224,7 @@ def test_a_padding_row_is_proven_and_one_with_values_is_refused(tmp_path: Path) 
         served = Served(engine, model)
         new = copy.deepcopy(model)
         nudge(new, seed=1)
-        with WeightUpdater.connect(new, [served.target], bucket_bytes=300_000, timeout_s=PATIENCE_S) as updater:
+        with connect_in_lab(new, [served.target], bucket_bytes=300_000, timeout_s=PATIENCE_S) as updater:
             with pytest.raises(UpdateFailed, match=r"model\.embed_tokens\.weight"):
                 updater.update(version=1)
             assert served.info()["version"] == 0
@@ -535,7 +536,7 @@ def own_update(served: Served, via: Any) -> None:
         states.append((info["state"], info["version"]))
 
     options: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": PATIENCE_S, "progress": look}
-    with WeightUpdater.connect(served.model, [target], transport=via, **options) as updater:
+    with connect_in_lab(served.model, [target], transport=via, **options) as updater:
         report = updater.update(version=served.version + 1)
     assert [row.status for row in report.targets] == ["serving"], report
     if via != "checkpoint-engine":  # one request, after which the engine says what it left

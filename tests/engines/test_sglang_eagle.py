@@ -16,6 +16,7 @@ from tests.engines.test_sglang_cpu import PROMPTS
 from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [pytest.mark.engine]
 
@@ -154,7 +155,7 @@ def test_requests_go_on_over_a_switch_of_both(tmp_path: Path, pause: Any, versio
         with ThreadPoolExecutor(1) as pool:
             started = BeforeCommit(lambda: pool.submit(generate, engine, [PROMPTS[0]], 200))
             during: dict[str, Any] = OPTIONS | {"pause": pause, "progress": started}
-            with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **during) as updater:
+            with connect_in_lab(b.of_model, [Target(engine.url)], draft=b.tensors, **during) as updater:
                 (row,) = updater.update(version=1).targets
             assert (row.proof, row.version_after) == ("resident", 1)
             assert started.result is not None

@@ -32,6 +32,7 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -66,7 +67,7 @@ def connect(model: Any, engine: Engine, **options: Any) -> WeightUpdater:
 
 def connect_to(model: Any, url: str, **options: Any) -> WeightUpdater:
     """As ``connect``, from any process."""
-    return WeightUpdater.connect(model, [Target(url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
+    return connect_in_lab(model, [Target(url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
 
 
 @pytest.mark.engine

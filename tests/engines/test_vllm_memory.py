@@ -13,8 +13,9 @@ from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
-from weightcast import Target, WeightUpdater
+from weightcast import Target
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [pytest.mark.engine]
 
@@ -131,7 +132,7 @@ def test_no_update_and_no_read_back_while_it_sleeps_and_no_word_of_discarded_wei
 
         with (
             CheckpointExporter(b[0]) as exporter,
-            WeightUpdater.connect(exporter, [Target(engine.url)], bucket_bytes=1 << 16, progress=sleep_now) as updater,
+            connect_in_lab(exporter, [Target(engine.url)], bucket_bytes=1 << 16, progress=sleep_now) as updater,
         ):
             updater.update(version=3)
         assert answers == [409]

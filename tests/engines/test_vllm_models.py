@@ -98,8 +98,7 @@ def test_biases_of_experts_that_a_kernel_holds_are_updated_on_every_rank(tmp_pat
         assert [name.rpartition(".")[2] for name in found["unreadable"]] == ["down_proj_bias"] * 2
         for version, name, via in ((1, "B", "ipc"), (2, "A", "broadcast"), (3, "B", "ipc")):
             # Two of 37 tensors are computed while they load, the biases on the second rank; they wait for the commit.
-            share = ("--min-proven-share", "0.9")
-            report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "256KiB", *share)
+            report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "256KiB")
             (row,) = report["targets"]
             assert row["proof"] == "partial"
             assert (row["status"], row["version_after"], row["not_updated"]) == ("serving", version, [])

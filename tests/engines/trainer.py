@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.harness import share_memory
 from weightcast import Target, WeightUpdater
+from weightcast.lab.connect import connect as connect_in_lab
 
 
 def update_sharded(folder: str, url: str, via: str, version: int) -> str:
@@ -37,9 +38,8 @@ def update_directly(folder: str, url: str, version: int, options: dict[str, Any]
     else:
         buffer = None
         fully_shard(model)
-    with WeightUpdater.connect(
-        model, [Target(url)], transport="direct", bucket_bytes=1 << 16, timeout_s=120.0, **options
-    ) as updater:
+    options = {"transport": "direct", "bucket_bytes": 1 << 16, "timeout_s": 120.0} | options
+    with connect_in_lab(model, [Target(url)], **options) as updater:
         text = updater.update(version=version).to_json()
     del buffer
     return text

@@ -23,6 +23,7 @@ from weightcast import Target, WeightUpdater
 from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import TrainerRankFailed
+from weightcast.lab.connect import connect as connect_in_lab
 
 
 class Training:
@@ -50,7 +51,7 @@ class Training:
         settings = {"bucket_bytes": 1 << 16, "timeout_s": 120.0, "on_failure": "quarantine"} | options
         if self.updater is not None:
             self.updater.close()
-        self.updater = WeightUpdater.connect(
+        self.updater = connect_in_lab(
             self.model, [Target(url) for url in urls], transport="direct", progress=self._progress, **settings
         )
 

@@ -44,7 +44,7 @@ Transport = Literal[
     "direct memory",
     "direct messages",
     "direct mixed",
-    "direct rdma",
+    "rdma",
     "direct relay",
     "direct shards",
 ]
@@ -54,12 +54,12 @@ WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "direct memory": {"transport": "direct", "direct_by": "memory"},
     "direct messages": {"transport": "direct", "direct_by": "messages"},
     "direct mixed": {"transport": "direct", "direct_by": "mixed"},
-    "direct rdma": {"transport": "direct", "direct_by": "rdma"},
+    "rdma": {"transport": "rdma"},
     "direct relay": {"transport": "direct", "direct_by": "relay"},
     "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
 }
 # Longer deadlines than a kind's own.  NIXL's agents connect in a second, or two beside other work.
-DEADLINES_S: Mapping[Transport, float] = {"direct rdma": 4.0}
+DEADLINES_S: Mapping[Transport, float] = {"rdma": 4.0}
 START_S = 600.0
 _making = threading.Lock()
 

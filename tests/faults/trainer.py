@@ -22,6 +22,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.sent import SentDigests
 from weightcast.errors import WeightcastError
 from weightcast.exporters.held_parts import region
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.update.served_parts import ServedParts
 from weightcast.wire.bucket import Bucket
 
@@ -84,7 +85,7 @@ def update(
     restore = _FLIPS[flip.where](flip.index) if flip is not None and dist.get_rank() == 0 else None
     try:
         started = time.monotonic()
-        with WeightUpdater.connect(model, targets, **options) as updater:
+        with connect_in_lab(model, targets, **options) as updater:
             for version in versions:
                 _set_weights(model, weights(version))
                 if flip is not None and flip.where == "replica" and dist.get_rank() == 1 and not told:

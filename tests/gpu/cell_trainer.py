@@ -23,6 +23,7 @@ from tests.gpu.trainer import toy_module
 from tests.helpers.harness import on_every_rank
 from tests.helpers.toy_engine import toy_weights
 from weightcast import UpdateFailed, WeightcastError, WeightUpdater
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.report import UpdateReport
 
 
@@ -89,7 +90,7 @@ def main() -> None:
                 updater = None
             if updater is None:
                 options = {"progress": strike.progress, "verify": "resident"} | order["options"]
-                updater, opened = WeightUpdater.connect(model, order["urls"], **options), settings
+                updater, opened = connect_in_lab(model, order["urls"], **options), settings
             if args.rank == 0:
                 strike.order, strike.struck_at = dict(order["strike"] or {}), None
             sent.size_bytes = 0

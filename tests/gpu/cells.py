@@ -244,7 +244,7 @@ def check_killed(fleet: Fleet, options: dict[str, Any], *, resent_bytes: int) ->
     others, version = [one, two, three], fleet.next_version()
     options = {
         "on_failure": "quarantine",
-        "cell_ranks": 2,
+        "advanced": {"cell_ranks": 2},
         "timeout_s": KILLED_S,
         "bucket_bytes": BUCKET_BYTES,
     } | options
@@ -279,7 +279,8 @@ def check_stopped_in_two_cells(fleet: Fleet, options: dict[str, Any]) -> dict[st
     for number in range(2):  # the first one compiles, with ample time
         before = fleet.next_version()
         limit = {"timeout_s": AMPLE_S if number == 0 else STOPPED_S}
-        common = {"on_failure": "quarantine", "cell_ranks": 2, "bucket_bytes": BUCKET_BYTES} | options | limit
+        common = {"on_failure": "quarantine", "advanced": {"cell_ranks": 2}, "bucket_bytes": BUCKET_BYTES}
+        common |= options | limit
         healthy = fleet.trainer.update(engines, before, common)[0]
         assert healthy["ok"], healthy
     version = fleet.next_version()
@@ -320,7 +321,7 @@ def check_mixed(fleet: Fleet) -> list[dict[str, Any]]:
     Returns each rank's answer.
     """
     engines = fleet.engines[:3]
-    options = {"transport": "direct", "direct_by": "mixed", "cell_ranks": 2}
+    options = {"transport": "direct", "direct_by": "mixed", "advanced": {"cell_ranks": 2}}
     options |= {"timeout_s": AMPLE_S, "bucket_bytes": BUCKET_BYTES}
     answers: list[dict[str, Any]] = []
     for _ in range(3):

@@ -19,6 +19,7 @@ from tests.gpu.trainer import toy_module
 from tests.helpers.toy_engine import toy_weights
 from weightcast import WeightcastError, WeightUpdater
 from weightcast.errors import UpdateFailed
+from weightcast.lab.connect import connect as connect_in_lab
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
         started = time.monotonic()
         try:
             if updater is None:
-                updater = WeightUpdater.connect(
+                updater = connect_in_lab(
                     model,
                     order["urls"],
                     transport=args.transport,

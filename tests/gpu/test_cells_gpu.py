@@ -48,7 +48,9 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 def test_engines_in_cells_hold_what_was_broadcast(
     fleet: Fleet, cell_ranks: int, cells: list[list[int]], record: Record
 ) -> None:
-    answers = check_three_updates(fleet, {"transport": "broadcast", "cell_ranks": cell_ranks}, cells=cells, copies=0)
+    answers = check_three_updates(
+        fleet, {"transport": "broadcast", "advanced": {"cell_ranks": cell_ranks}}, cells=cells, copies=0
+    )
     record("seconds_of_the_third", answers[0]["seconds"])
 
 
@@ -56,7 +58,7 @@ def test_engines_in_cells_hold_what_was_broadcast(
 def test_engines_in_cells_hold_what_trainer_ranks_sent_them(
     fleet: Fleet, way: str, copies: int, record: Record
 ) -> None:
-    options = MESSAGES | {"direct_by": way, "cell_ranks": 2}
+    options = MESSAGES | {"direct_by": way, "advanced": {"cell_ranks": 2}}
     answers = check_three_updates(fleet, options, cells=[[0, 1], [2]], copies=copies)
     record("seconds_of_the_third", answers[0]["seconds"])
 

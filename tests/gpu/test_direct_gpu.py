@@ -43,7 +43,7 @@ def engines(places: list[list[str]], *, hosts: bool = False) -> Iterator[list[st
 
 
 def send(trainers: list[str], urls: list[str], **options: Any) -> None:
-    answer = train(trainers, urls, transport="direct", seed=7, bucket_bytes=50_000, **options)
+    answer = train(trainers, urls, **{"transport": "direct", "seed": 7, "bucket_bytes": 50_000} | options)
     assert answer["ok"], answer
     for report in answer["reports"]:
         assert [row["status"] for row in report["targets"]] == ["serving"] * len(urls)

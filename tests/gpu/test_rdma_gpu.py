@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing()),
 ]
-RDMA: dict[str, Any] = {"direct_by": "rdma", "timeout": 60}
+RDMA: dict[str, Any] = {"transport": "rdma", "timeout": 60}
 SLOT_BYTES = 1 << 20
 LONG_S = 60.0
 EITHER = pytest.mark.parametrize("there", ["cuda:0", "cpu"])
@@ -185,9 +185,7 @@ def test_each_engine_rank_reads_its_own_share(tmp_path: Any, tp: int) -> None:
 def test_a_bit_that_flips_in_a_buffer_on_the_gpu_is_named_and_nothing_switches() -> None:
     with engines([["cuda:0"]]) as [url]:
         before = digests(url)
-        [trainer] = start_trainer(
-            ["cuda:0"], [url], transport="direct", seed=7, bucket_bytes=50_000, versions="1", flip=1, **RDMA
-        )
+        [trainer] = start_trainer(["cuda:0"], [url], seed=7, bucket_bytes=50_000, versions="1", flip=1, **RDMA)
         output, _ = trainer.communicate(timeout=240)
         answer = msgspec.json.decode(output.strip().splitlines()[-1])
         assert not answer["ok"]

@@ -27,6 +27,7 @@ from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.config import PauseMode
 from weightcast.errors import ConfigError
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [*needs_sglang[:-1], pytest.mark.timeout(500)]
 
@@ -85,7 +86,7 @@ def check_switch_of_both(server: Server, old: Weights, new: Weights, version: in
     with ThreadPoolExecutor(4) as pool:
         running = BeforeCommit(lambda: [pool.submit(generate, server, [number, 7], LONG) for number in range(4)])
         options: dict[str, Any] = OPTIONS | {"pause": pause, "progress": running}
-        with WeightUpdater.connect(new.of_model, [Target(server.url)], draft=new.tensors, **options) as updater:
+        with connect_in_lab(new.of_model, [Target(server.url)], draft=new.tensors, **options) as updater:
             (row,) = updater.update(version=version).targets
         assert (row.proof, row.version_after, row.not_updated) == ("resident", version, ())
         assert running.result is not None

@@ -22,6 +22,7 @@ from tests.gpu.test_vllm_gpu import vllm
 from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
+from weightcast.lab.connect import connect as connect_in_lab
 
 pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(500)]
 
@@ -103,7 +104,7 @@ def test_a_head_of_several_tokens_is_updated_with_the_model(tmp_path: Path, reco
         with ThreadPoolExecutor(4) as pool:
             running = BeforeCommit(lambda: [pool.submit(generate, server, [number, 7], LONG) for number in range(4)])
             options: dict[str, Any] = OPTIONS | {"pause": "in_place", "progress": running}
-            with WeightUpdater.connect(a.of_model, [Target(server.url)], draft=a.tensors, **options) as updater:
+            with connect_in_lab(a.of_model, [Target(server.url)], draft=a.tensors, **options) as updater:
                 (row,) = updater.update(version=3).targets
             assert (row.proof, row.version_after) == ("resident", 3)
             assert running.result is not None

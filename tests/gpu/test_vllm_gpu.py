@@ -35,9 +35,9 @@ from tests.gpu.servers import (
     started,
 )
 from tests.gpu.test_updates_gpu import digests, train
-from weightcast import WeightUpdater
 from weightcast.adapters.vllm.adapter import version_of
 from weightcast.comm import nixl
+from weightcast.lab.connect import connect as connect_in_lab
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()
@@ -222,8 +222,7 @@ def test_two_servers_get_the_shards_of_two_trainer_ranks(
             result = train(
                 ["cuda:0", "cuda:0"],
                 [one.url, two.url],
-                transport="direct",
-                direct_by=way,
+                **({"transport": "rdma"} if way == "rdma" else {"transport": "direct", "direct_by": way}),
                 apart=1,
                 backend="gloo",
                 model=model,
@@ -266,7 +265,7 @@ def test_forward_passes_are_ordered_behind_the_exchange(
             version = 0
             while not all(each.done() for each in running) or version % 2 == 0:
                 model = trained[version % 2]
-                with WeightUpdater.connect(model, [server.url], transport="ipc", pause="in_place") as updater:
+                with connect_in_lab(model, [server.url], transport="ipc", pause="in_place") as updater:
                     version += 1
                     [row] = updater.update(version=version).targets
                 assert row.proof == "resident", row
@@ -308,9 +307,7 @@ def test_unproven_updates_by_broadcast_are_whole_when_they_end(
         trained = both[0].to("cuda:1")
         asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         with (
-            WeightUpdater.connect(
-                trained, [server.url], transport="broadcast", pause="in_place", verify="none"
-            ) as updater,
+            connect_in_lab(trained, [server.url], transport="broadcast", pause="in_place", verify="none") as updater,
             ThreadPoolExecutor() as pool,
         ):
             for version in range(1, 13):

@@ -21,8 +21,9 @@ from tests.gpu.memory import held_bytes
 from tests.gpu.sent import Sent
 from tests.helpers.harness import on_every_rank
 from tests.helpers.toy_engine import toy_weights
-from weightcast import Target, WeightcastError, WeightUpdater
+from weightcast import Target, WeightcastError
 from weightcast.comm.remote_memory import Arena
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.report import UpdateReport
 from weightcast.wire.bucket_sources import RemoteMemory
 
@@ -145,18 +146,17 @@ def main() -> None:
     result: dict[str, Any]
     model = build(args, device)
     try:
-        with WeightUpdater.connect(
+        with connect_in_lab(
             model,
             [Target(url, engine=args.engine) for url in args.targets.split(",")],
             transport=args.transport,
             bucket_bytes=args.bucket_bytes,
             verify=args.verify,
-            behaviour_tolerance=args.tolerance,
             timeout_s=args.timeout,
             progress=progress,
             direct_by=args.direct_by,
             keep_mapped=bool(args.keep_mapped),
-            cell_ranks=args.cell_ranks,
+            advanced={"cell_ranks": args.cell_ranks, "behaviour_tolerance": args.tolerance},
         ) as updater:
             for version in versions:
                 reports.append(updater.update(version=version))

@@ -33,6 +33,7 @@ from tests.helpers.toy_engine import toy_weights
 from weightcast import WeightUpdater
 from weightcast.comm.ipc import SharedBuffer, shared_buffer_at
 from weightcast.digest.definition import model_digest, tensor_digest
+from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
 from weightcast.update.served_parts import MappedShares
@@ -247,7 +248,7 @@ def trainer_of(version: int) -> ToyTrainer:
 
 def connect(model: nn.Module, engines: Sequence[Engine], **options: Any) -> WeightUpdater:
     options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": AMPLE_S} | options
-    return WeightUpdater.connect(model, [engine.url for engine in engines], **options)
+    return connect_in_lab(model, [engine.url for engine in engines], **options)
 
 
 def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateReport:

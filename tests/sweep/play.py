@@ -29,7 +29,7 @@ COUNT = 8
 MAX_OFF = 1e-3  # nats; the same kernels on the same weights, perhaps in batches of another size
 MIN_CHANGE = 0.05  # nats; or the two sets of weights would not be told apart
 # Loaders compute some tensors, and these cannot be read back; the comparison with a fresh server covers them.
-OPTIONS: dict[str, Any] = {"bucket_bytes": 2 << 20, "timeout_s": 300.0, "min_proven_share": 0.0}
+OPTIONS: dict[str, Any] = {"bucket_bytes": 2 << 20, "timeout_s": 300.0}
 
 Answers = list[tuple[list[int], list[float]]]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from weightcast.cli import bench, catch_up, demo, doctor, plan, push, serve, status, trace, verify
+from weightcast.cli import bench, catch_up, demo, doctor, options, plan, push, serve, status, trace, verify
 from weightcast.cli.options import FAILURE, INTERRUPTED, JSON_KEY, STACK_KEY, USAGE, code_of
 from weightcast.cli.render import note, say, show_error
 from weightcast.errors import ConfigError, WeightcastError
@@ -56,7 +56,10 @@ class _Group(TyperGroup):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "weightcast"
         text = error.format_message().rstrip(".")
-        told = ConfigError(f"{text[:1].lower()}{text[1:]}", hint=f"see `{path} --help`")
+        hint = f"see `{path} --help`"
+        if path.endswith(" push"):
+            hint = options.instead_of(getattr(error, "option_name", "")) or hint
+        told = ConfigError(f"{text[:1].lower()}{text[1:]}", hint=hint)
         show_error(told, as_json=as_json, with_stack=False)
 
 

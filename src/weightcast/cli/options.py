@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, cast, get_args, get_type_hints
 
 import typer
 
-from weightcast.config import Target
+from weightcast.config import GONE, AdvancedOptions, Target, check_names
 from weightcast.errors import ConfigError
 
 SUCCESS: Final = 0
@@ -136,13 +136,16 @@ MaxExtraBytes = Annotated[
         show_default=False,
     ),
 ]
-CellRanks = Annotated[
-    int | None,
+Advanced = Annotated[
+    list[str] | None,
     typer.Option(
-        "--cell-ranks",
-        metavar="N",
-        help="Most engine ranks in one process group of a broadcast. An engine that fails ends its own group alone; "
-        "weights are sent once to each group. Without it 256, and 64 for direct by messages.",
+        "--advanced",
+        metavar="NAME=VALUE",
+        help="An option that few runs need; repeat for several. cell_ranks: most engine ranks in one process group of "
+        "a broadcast. rendezvous_host: address of this machine that engines can reach. disk_folder: folder for --via "
+        "disk that the engines see under the same path. disk_readers: accounts that may read its files, user, group or "
+        "all. check_finite: true refuses weights that are NaN or infinite, false sends them.",
+        show_default=False,
     ),
 ]
 WireDtype = Annotated[
@@ -161,6 +164,40 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
     if name not in floats:
         raise ConfigError(f"--dtype {name} is unknown: choose one of {', '.join(floats)}")
     return DTYPES[name]
+
+
+def advanced(given: Sequence[str] | None) -> AdvancedOptions:
+    """Returns the options of ``--advanced NAME=VALUE``; raises ``ConfigError`` for one that is unknown or malformed."""
+    types = get_type_hints(AdvancedOptions)
+    found: dict[str, object] = {}
+    for one in given or ():
+        name, equals, text = one.partition("=")
+        if not equals:
+            raise ConfigError(f"--advanced {one} has no value", hint="write --advanced NAME=VALUE")
+        check_names([name], types, of="--advanced")
+        found[name] = _value(name, text, [*get_args(types[name]), types[name]])
+    return cast("AdvancedOptions", found)
+
+
+def instead_of(flag: str) -> str:
+    """Words that say how to write a flag of ``push`` that is gone; empty for others."""
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    name = "rendezvous_host" if name == "rendezvous" else name
+    if name in AdvancedOptions.__annotations__:
+        value = "false" if flag.startswith("--no-") else "true" if name == "check_finite" else "VALUE"
+        return f"write --advanced {name}={value}"
+    return GONE.get(name, "")
+
+
+def _value(name: str, text: str, kinds: Sequence[object]) -> object:
+    """The value that a text means for an option of one of these types."""
+    try:
+        if bool in kinds:
+            return {"true": True, "false": False}[text.lower()]
+        return int(text) if int in kinds else float(text) if float in kinds else text
+    except (KeyError, ValueError):
+        what = "true or false" if bool in kinds else "a number"
+        raise ConfigError(f"--advanced {name}={text}: write {what}") from None
 
 
 def targets(

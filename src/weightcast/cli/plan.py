@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import BucketBytes, CellRanks, Json, Traceback, WireDtype
+from weightcast.cli.options import BucketBytes, Json, Traceback, WireDtype
 from weightcast.cli.render import parse_size, say, say_json
 from weightcast.errors import ConfigError, some
 from weightcast.report import count_of, format_bytes
@@ -44,7 +44,15 @@ def plan(
     ] = None,
     engines: Annotated[int, typer.Option("--targets", metavar="N", help="Number of engines.")] = 1,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks of each engine.")] = 1,
-    cell_ranks: CellRanks = None,
+    cell_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--cell-ranks",
+            metavar="N",
+            help="Most engine ranks in one process group of a broadcast. An engine that fails ends its own group "
+            "alone; weights are sent once to each group. Without it 256.",
+        ),
+    ] = None,
     hosts: Annotated[
         int,
         typer.Option("--hosts", metavar="N", help="Hosts that trainer ranks and engine ranks are spread over, evenly."),
@@ -162,7 +170,7 @@ def _show(result: Plan) -> None:
         f"{count_of(result.engine_ranks, 'engine rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
     say(
-        f"broadcast: {_cells(result.cells)}; the head sends each bucket to each cell, "
+        f"broadcast: {_cells(result.cells)}; trainer rank 0 sends each bucket to each cell, "
         f"{format_bytes(len(result.cells) * result.size_bytes)} in all"
     )
     _show_direct(result)
@@ -198,16 +206,15 @@ def _show_direct(result: Plan) -> None:
     )
     if direct.memory_bytes or direct.message_bytes:
         say(
-            f"direct mixed: {format_bytes(direct.memory_bytes)} by memory within the hosts, "
+            f"direct over hosts: {format_bytes(direct.memory_bytes)} by memory within the hosts, "
             f"{format_bytes(direct.message_bytes)} by messages between them, if ranks are spread in their order; at "
             f"most {format_bytes(direct.out_of_host_bytes)} out of a host and {format_bytes(direct.into_host_bytes)} "
             f"into one{between}"
         )
-    say(f"direct relay: {format_bytes(direct.relay_out_of_trainer_rank_bytes)} out of each trainer rank")
     say(f"{SLOW_BETWEEN_GPUS}; auto does not take it")
     if direct.computed:
         say(
-            f"direct by shards: {count_of(len(direct.computed), 'tensor')} by bucket, because "
+            f"direct with keep_mapped: {count_of(len(direct.computed), 'tensor')} by bucket, because "
             f"their values are computed when they are sent: {some(direct.computed, 8)}"
         )
 

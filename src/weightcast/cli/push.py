@@ -20,8 +20,9 @@ from weightcast.report import count_of
 if TYPE_CHECKING:
     import torch
 
-    from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseChoice, TransportName, VerifyLevel
+    from weightcast.config import OnFailure, PauseChoice, TransportName, VerifyLevel
     from weightcast.report import UpdateReport
+    from weightcast.watch.events import Event
 
 
 def push(
@@ -64,31 +65,14 @@ def push(
             "parameters. behaviour: needs a trainer's forward pass, so push cannot provide it.",
         ),
     ] = "resident",
-    require: Annotated[
-        str,
+    strict: Annotated[
+        bool,
         typer.Option(
-            metavar="none|received|resident",
-            help="Lowest level of proof that counts as success. An engine that cannot reach it is refused before "
-            "anything is sent; one that does not reach it makes the exit code 1.",
+            "--strict",
+            help="Refuse an engine that cannot prove the level of --verify for every tensor. One that then does not "
+            "makes the exit code 1.",
         ),
-    ] = "none",
-    min_proven_share: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            help="Smallest share of tensors, 0 to 1, that --verify resident must prove. An engine that transforms a "
-            "tensor while loading cannot prove it.",
-        ),
-    ] = 1.0,
-    check_finite: Annotated[
-        bool | None,
-        typer.Option(
-            "--check-finite/--no-check-finite",
-            help="Refuse weights that are NaN or infinite. By default where it costs nothing: on CPUs, with proof.",
-            show_default=False,
-        ),
-    ] = None,
-    digest: Annotated[str, typer.Option(metavar="fast|sha256", help="Digest of the data sent.")] = "fast",
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 120.0,
     on_failure: Annotated[
         str,
@@ -97,7 +81,6 @@ def push(
             help="When one engine fails. raise: end the update. quarantine: continue with the healthy engines.",
         ),
     ] = "raise",
-    cell_ranks: options.CellRanks = None,
     allow_older: Annotated[
         bool, typer.Option("--allow-older", help="Accept a version lower than the one served.")
     ] = False,
@@ -108,25 +91,7 @@ def push(
             metavar="auto|cpu|cuda[:N]", help="Device that buckets are filled on; auto follows the engines' devices."
         ),
     ] = "auto",
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="For --via broadcast: address of this machine that engines can reach."),
-    ] = None,
-    disk_folder: Annotated[
-        str | None,
-        typer.Option(
-            "--disk-folder", metavar="DIR", help="For --via disk: folder that the engines see under the same path."
-        ),
-    ] = None,
-    disk_readers: Annotated[
-        str,
-        typer.Option(
-            "--disk-readers",
-            metavar="WHO",
-            help="For --via disk: accounts that may read the files, user (this user only), group or all. Engines that "
-            "run as another user need group or all.",
-        ),
-    ] = "user",
+    advanced: options.Advanced = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write what every rank did, as a trace for https://ui.perfetto.dev."),
@@ -138,7 +103,7 @@ def push(
     """Sends a safetensors checkpoint to running engines, proves that it arrived, and makes it live.
 
     An update is a transaction: if it fails before the switch, an engine with staging keeps serving the old version.
-    The exit code is 0 only if every engine serves the new one, with the proof that --require asks for.
+    The exit code is 0 only if every engine serves the new one; with --strict, if every tensor is proven too.
 
     \b
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412
@@ -151,17 +116,14 @@ def push(
     limit_bytes = None if max_extra_bytes is None else parse_size(max_extra_bytes)
     found = options.targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     check_version("--version", version)
-    if require == "behaviour":
-        raise ConfigError(
-            "push cannot prove behaviour: that needs a forward pass of the trainer",
-            hint="use --require resident, or WeightUpdater.connect(model, ..., require='behaviour') in the trainer",
-        )
+    more = options.advanced(advanced)
     for path in (trace, html):
         if path is not None:
             options.check_writable(path)
 
     from weightcast.exporters.checkpoint import CheckpointExporter
     from weightcast.update.updater import WeightUpdater
+    from weightcast.watch.events import StepEnded
 
     wire_dtype = options.torch_dtype(dtype)
     filled_on = bucket_device(device, found, via=via, timeout_s=timeout)
@@ -172,6 +134,11 @@ def push(
         else CheckpointExporter(draft, wire_dtype=wire_dtype, device=filled_on) as of_draft,
         progress("push") as advance,
     ):
+
+        def shown(event: Event) -> None:
+            if isinstance(event, StepEnded) and event.total_bytes:
+                advance(event.sent_bytes, event.total_bytes)
+
         updater = WeightUpdater.connect(
             exporter,
             targets=found,
@@ -181,19 +148,12 @@ def push(
             max_extra_bytes=limit_bytes,
             pause=cast("PauseChoice", pause),
             verify=cast("VerifyLevel", verify),
-            min_proven_share=min_proven_share,
-            require=cast("VerifyLevel", require),
-            first_version=version,
-            check_finite=check_finite,
-            digest=cast("DigestKind", digest),
+            strict=strict,
             timeout_s=timeout,
             on_failure=cast("OnFailure", on_failure),
-            cell_ranks=cell_ranks,
             allow_older=allow_older,
-            rendezvous_host=rendezvous,
-            disk_folder=disk_folder,
-            disk_readers=cast("DiskReaders", disk_readers),
-            progress=advance,
+            on_event=shown,
+            advanced=more,
         )
         try:
             with _without_the_line_of_failure():
@@ -213,10 +173,10 @@ def push(
         failed = sum(row.status != "serving" or row.version_after != version for row in report.targets)
         note(f"error: {failed} of {count_of(len(report.targets), 'engine')} do not serve version {version}")
         raise typer.Exit(options.FAILURE)
-    short = report.short_of(require)
+    short = report.short_of(verify) if strict else ()
     if short:
         names = ", ".join(f"{row.url} ({row.proof})" for row in short)
-        note(f"error: the new version serves, but its proof is below --require {require} on {names}")
+        note(f"error: the new version serves, but its proof is below --verify {verify} on {names}")
         raise typer.Exit(options.FAILURE)
     if not written:
         note(f"error: every engine serves version {version}; only the file is missing")

@@ -115,7 +115,7 @@ def as_tensor(base: int, offset_bytes: int, size_bytes: int, device: torch.devic
             f"the message says {size_bytes} bytes from byte {offset_bytes} on, and the allocation has {size.value}"
         )
     if ordinal.value not in (owner.index, device.index):
-        raise DriverError(f"the buffer lies on cuda:{ordinal.value}, and the message says {owner}")
+        raise DriverError(f"the buffer is on cuda:{ordinal.value}, and the message says {owner}")
     # torch's public ways ask the driver on which device memory lies, and copy it if that is another one.
     make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportPrivateUsage]
     storage = make(base + offset_bytes, device, size_bytes)

@@ -242,7 +242,7 @@ class Client:
                 who=url,
                 waiting_for=f"a free connection for {method} {path}: {error}",
                 timeout_s=deadline.limit_s,
-                hint="other engines have not answered; raise max_connections",
+                hint="other engines have not answered; raise this process's limit of open files (`ulimit -n`)",
             )
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=deadline.limit_s)

@@ -43,7 +43,7 @@ def make_agent() -> tuple[str, Any]:
         agent = ours.nixl_agent(name, ours.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
     except Exception as error:  # NIXL raises classes of its own
         raise ConfigError(
-            f"NIXL does not start: {words_of(error)}", hint='use another way (direct_by="messages")'
+            f"NIXL does not start: {words_of(error)}", hint='use another transport: transport="direct"'
         ) from error
     if "UCX" not in agent.backends:
         raise ConfigError("this build of NIXL has no UCX backend", hint='pip install "weightcast[rdma]"')

@@ -44,7 +44,7 @@ class Arena:
         except Exception as error:  # NIXL raises classes of its own
             raise ConfigError(
                 f"NIXL cannot register {self._data.numel()} bytes of {device} of this process: {words_of(error)}",
-                hint='raise the limit of locked memory (ulimit -l), or use direct_by="messages"',
+                hint='raise the limit of locked memory (ulimit -l), or use transport="direct"',
             ) from error
 
     def slot(self, index: int) -> torch.Tensor:

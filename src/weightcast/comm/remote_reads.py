@@ -32,7 +32,7 @@ _LINGER_S = 0.05
 _WAIT_S = 0.02
 _REACH = (
     "name NICs that reach each other on both sides (UCX_NET_DEVICES), open the firewall between the hosts, or use "
-    'direct_by="messages"'
+    'transport="direct"'
 )
 
 

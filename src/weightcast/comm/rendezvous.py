@@ -51,7 +51,8 @@ class Rendezvous:
         except (OSError, RuntimeError, ValueError) as error:
             raise GroupFailed(
                 f"the rendezvous cannot listen at {host}: {first_line(error)}",
-                hint="set rendezvous_host to an address of this host",
+                hint='name an address of this host: advanced={"rendezvous_host": ADDRESS}, '
+                "--advanced rendezvous_host=ADDRESS",
             ) from error
         self.port: int = self._store.port
 

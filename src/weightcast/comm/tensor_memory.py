@@ -68,11 +68,11 @@ def _allocation(pointer: int, device: torch.device, index: int) -> _Allocation:
         try:
             return cuda_driver.allocation_of(pointer, device)
         except cuda_driver.DriverError as error:
-            raise ConfigError(f"tensor {index} lies in no allocation of {device}: {error}") from error
+            raise ConfigError(f"tensor {index} is in no allocation of {device}: {error}") from error
     buffer = shared_buffer_at(pointer)
     if buffer is None:
         raise ConfigError(
-            f"tensor {index} lies on the host, in memory that other processes cannot map",
+            f"tensor {index} is on the host, in memory that other processes cannot map",
             hint="keep the weights on a GPU, or leave keep_mapped out",
         )
     return buffer.data.data_ptr(), buffer.data.numel(), buffer.handle().token

@@ -100,7 +100,7 @@ class TrainerGroup:
         if self.world_size == 1:
             self._failure.reason = None
             return
-        self.abort("it meets the other ranks again")
+        self.abort("it joins the other ranks again")
         self.close()
         try:
             self._meet(timeout_s or self.timeout_s)
@@ -202,7 +202,7 @@ class TrainerGroup:
         TrainerRankFailed if a rank is gone or does not take part in time, as every call below does.
         """
         if not self.is_head:
-            [message] = self._receive_bytes([0], "the head to say what is next", timeout_s or self.timeout_s)
+            [message] = self._receive_bytes([0], "trainer rank 0 to say what is next", timeout_s or self.timeout_s)
             return message
         if payload is None:
             raise ValueError("broadcast_bytes needs a payload on the head")
@@ -358,7 +358,7 @@ def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
             group = dist.new_group(backend=backend, timeout=timeout)
         except RuntimeError as error:  # the class of torch's own errors
             raise TrainerRankFailed(
-                f"trainer ranks have met, but could not make a {backend} group within {timeout.total_seconds():g} s: "
+                f"trainer ranks could not make a {backend} group within {timeout.total_seconds():g} s: "
                 f"{str(error).splitlines()[0]}",
                 hint="a rank has died since, or is too busy for so short a timeout_s",
             ) from error

@@ -316,7 +316,7 @@ class OwnParts:
                     "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
                 )
                 raise ConfigError(
-                    f"{spec.name} cannot be read where it lies: {why}, and it travels in {spec.dtype}",
+                    f"{spec.name} cannot be read in place: {why}, and it travels in {spec.dtype}",
                     hint="leave keep_mapped out, or send the dtype that the trainer keeps",
                 )
             views.append((part.number, found[0]))

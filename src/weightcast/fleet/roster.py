@@ -85,10 +85,9 @@ class Roster:
         *,
         timeout_s: float,
         recognise: Callable[[Client], Awaitable[EngineInfo]],
-        max_connections: int | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._connections = ConnectionLimit(max_connections)
+        self._connections = ConnectionLimit()
         self._silent_wait_s = min(_SILENT_WAIT_S, timeout_s / 2)
         self._clients: dict[Target, Client] = {}
         self._members: dict[str, Target] = {}

@@ -8,15 +8,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
-from weightcast.update.arguments import Targets
+from weightcast.update.arguments import Targets, UpdateOptions, config_of
 from weightcast.update.updater import WeightUpdater
+
+
+class EngineOptions(UpdateOptions, total=False):
+    """Keyword arguments of ``UpdateEngines``."""
+
+    every: int
+    on_report: Callable[[UpdateReport], object] | None
 
 
 class UpdateEngines(TrainerCallback):
@@ -42,8 +49,9 @@ class UpdateEngines(TrainerCallback):
         *,
         every: int = 1,
         on_report: Callable[[UpdateReport], object] | None = None,
-        **options: Any,
+        **options: Unpack[UpdateOptions],
     ) -> None:
+        config_of(options)  # refuses what is wrong now, not when training begins
         if every < 1:
             raise ConfigError(f"every={every}: engines are updated after a whole number of steps from 1")
         self.version: int | None = None

@@ -19,11 +19,11 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from weightcast.comm.http import Client
 from weightcast.errors import ConfigError, TargetRejected
-from weightcast.integrations.callback import UpdateEngines
+from weightcast.integrations.callback import EngineOptions, UpdateEngines
 from weightcast.update.arguments import Targets, targets_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,12 @@ class GrpoEngines(UpdateEngines):
     """
 
     def __init__(
-        self, engines: Targets, *, parallel: int = 64, request_timeout_s: float = 600.0, **options: Any
+        self,
+        engines: Targets,
+        *,
+        parallel: int = 64,
+        request_timeout_s: float = 600.0,
+        **options: Unpack[EngineOptions],
     ) -> None:
         if parallel < 1:
             raise ConfigError(f"parallel={parallel}: at least one request must be allowed")

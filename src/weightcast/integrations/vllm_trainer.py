@@ -22,7 +22,7 @@ from 0.33 a property ``metadata``, ``iter_full`` and ``owned_names``.  ``_Source
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -49,7 +49,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters import casting
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.report import UpdateReport
-from weightcast.update.arguments import Targets, wire_dtype_of
+from weightcast.update.arguments import Targets, UpdateOptions, wire_dtype_of
 from weightcast.update.updater import WeightUpdater
 from weightcast.wire.layout import TensorSpec, dtype_name
 
@@ -69,7 +69,7 @@ class WeightcastTrainerInitInfo(TrainerInitInfo):
 
     backend: ClassVar[str] = "weightcast"
     targets: Targets = ()
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: UpdateOptions = field(default_factory=UpdateOptions)
     first_version: int = 1
     device: str | None = None
 
@@ -125,7 +125,7 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
                 f"a {type(client).__name__} has no base_url that says where vLLM is",
                 hint='name the servers: WeightcastTrainerInitInfo(rank=..., targets=["http://host:port"])',
             )
-        options = dict(init_info.options)
+        options: UpdateOptions = {**init_info.options}
         wire_dtype = wire_dtype_of(options.pop("wire_dtype", None))
         casting.check_wire_dtype(wire_dtype)
         specs = [

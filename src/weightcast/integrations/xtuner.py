@@ -16,18 +16,18 @@ itself, batch by batch; everything after that is ours: transport, pause, proof, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 
-from weightcast.config import Target
+from weightcast.config import Target, TransportName
 from weightcast.errors import ConfigError
 from weightcast.exporters.converter import BridgeExporter, NamedTensors
 from weightcast.report import UpdateReport
-from weightcast.update.arguments import wire_dtype_of
+from weightcast.update.arguments import UpdateOptions, config_of, wire_dtype_of
 from weightcast.update.updater import WeightUpdater
 
-_TRANSPORTS = {"ipc": "ipc", "nccl": "broadcast", "checkpoint_engine": "checkpoint-engine"}
+_TRANSPORTS: dict[str, TransportName] = {"ipc": "ipc", "nccl": "broadcast", "checkpoint_engine": "checkpoint-engine"}
 
 
 class UpdateTarget(Protocol):
@@ -67,8 +67,9 @@ class UpdateWeighter:
         config: Any = None,
         engine: Any = None,
         weights: NamedTensors | None = None,
-        **options: Any,
+        **options: Unpack[UpdateOptions],
     ) -> None:
+        config_of(options)  # refuses what is wrong now, not at the first update
         self.version = 0
         self.report: UpdateReport | None = None
         self._rank = rank
@@ -78,7 +79,7 @@ class UpdateWeighter:
         self._weights = weights
         self._options = options
         self._targets: tuple[Target, ...] = ()
-        self._transport = ""
+        self._transport: TransportName | None = None
         self._read: NamedTensors | None = None
         self._registered: list[tuple[str, torch.Tensor]] | None = None
         self._updater: WeightUpdater | None = None
@@ -174,7 +175,7 @@ class UpdateWeighter:
             updater.close()
 
     def _connect(self) -> WeightUpdater:
-        options: dict[str, Any] = {"pause": "abort", **self._options, "transport": self._transport}
+        options: UpdateOptions = {"pause": "abort", **self._options, "transport": self._transport or "auto"}
         exporter = BridgeExporter(
             self._tensors,
             wire_dtype=wire_dtype_of(options.pop("wire_dtype", None)),
@@ -187,7 +188,7 @@ class UpdateWeighter:
         return self._read() if self._registered is None else self._registered
 
 
-def _transport_of(name: str | None) -> str:
+def _transport_of(name: str | None) -> TransportName:
     if name is None:
         return "auto"
     try:

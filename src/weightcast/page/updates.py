@@ -241,7 +241,7 @@ def phase_columns(steps: Sequence[int], phases: Sequence[Mapping[str, float]], w
     names = [name for name in (*_OF_HEAD, "check") if any(part[name] for part in parts)]
     return columns(
         "Time by phase and step",
-        "The head's phases, one column for each update. What is left of the whole update is the check of all digests.",
+        "The phases of trainer rank 0, one column for each update. What is left of an update is the check of digests.",
         steps,
         {name: [part[name] for part in parts] for name in names},
         colours=of_phases(names),
@@ -261,7 +261,7 @@ def engine_lines(steps: Sequence[int], phases: Sequence[Mapping[str, float]]) ->
     """Plots what the slowest engine did during each update; arguments as ``phase_columns``."""
     return lines(
         "Work in the engines",
-        "Seconds of the slowest engine. Most of it runs while the head sends.",
+        "Seconds of the slowest engine. Most of it runs while trainer rank 0 sends.",
         steps,
         {name: [found.get(name, 0.0) for found in phases] for name in _OF_ENGINES},
         colours=of_phases(_OF_ENGINES),
@@ -324,7 +324,7 @@ def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str
     }
     return served(
         "Versions by engine",
-        "A cell for each engine and update, with the version that the engine serves after it.",
+        "A square for each engine and update, with the version that the engine serves after it.",
         steps,
         rows,
         legend=[(_CELLS[name], words) for name, words in meanings.items() if name in used],
@@ -334,7 +334,7 @@ def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str
 def _row(row: TargetView) -> tuple[str | Chip, ...]:
     before = "?" if row.version_before is None else str(row.version_before)
     after = "?" if row.version_after is None else str(row.version_after)
-    part = f", {row.proven} of {row.proven + row.unproven} tensors" if row.proof == "partial" else ""
+    part = f", {row.proven} of {row.proven + row.unproven} tensors" if row.proven and row.unproven else ""
     ranks = f" on {row.digests_matched} of {count_of(row.ranks, 'rank')}" if row.digest else ""
     return (
         row.url,

@@ -14,6 +14,7 @@ from weightcast.config import Target
 from weightcast.errors import ConfigError
 from weightcast.ray.actors import Place, place, remote
 from weightcast.report import UpdateReport
+from weightcast.update.arguments import UpdateOptions
 from weightcast.update.updater import WeightUpdater
 
 
@@ -57,7 +58,7 @@ class TrainRank:
         """Calls a method of the learner."""
         return getattr(self._learner, method)(*args, **settings)
 
-    def send(self, targets: tuple[Target, ...], version: int, options: Mapping[str, Any]) -> UpdateReport:
+    def send(self, targets: tuple[Target, ...], version: int, options: UpdateOptions) -> UpdateReport:
         """Sends the learner's weights to these engines."""
         if self._updater is None:
             self._updater = WeightUpdater.connect(self._learner.model, targets, **options)

@@ -17,6 +17,7 @@ from weightcast.ray.engine_kinds import EngineKind
 from weightcast.ray.engines import RolloutEngines
 from weightcast.ray.train_rank import TrainRank
 from weightcast.report import UpdateReport
+from weightcast.update.arguments import UpdateOptions, config_of
 
 _STOP_S = 10.0
 
@@ -30,7 +31,7 @@ class TrainWorkers:
         bundles: Bundles,
         settings: Mapping[str, Any] | None = None,
         *,
-        update: Mapping[str, Any] | None = None,
+        update: UpdateOptions | None = None,
         env: Mapping[str, str] | None = None,
         engines: EngineKind | None = None,
         timeout_s: float = 600.0,
@@ -52,7 +53,8 @@ class TrainWorkers:
         """
         require_cluster()
         self._bundles = bundles
-        self._options = dict(update or {})
+        self._options: UpdateOptions = {**(update or {})}
+        config_of(self._options)  # before anything starts
         self._timeout_s = timeout_s
         self._broken = ""
         self._closed = False

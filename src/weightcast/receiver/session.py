@@ -226,7 +226,7 @@ class SessionHandler:
         """
         # An update that waits for its trainer keeps the lock; the other engine must not wait as long.
         if not self._busy.acquire(timeout=_READ_CHUNK_S):
-            raise Refused(f"a step of an update has kept this engine busy for {_READ_CHUNK_S:g} s", hint="try again")
+            raise Refused(f"a message of an update has kept this engine busy for {_READ_CHUNK_S:g} s", hint="try again")
         try:
             writing = self._session is not None and self._engine.facts.staging == "none"
             check_readable(message, self._engine, self.executor.tp_size, writing=writing)

@@ -1,6 +1,6 @@
 """Shards go from the trainer rank that holds them to the engine ranks that keep them: nothing is gathered.
 
-They move in one of six ways:
+They move in one of these ways, which ``connect`` finds:
 
 - as shards: engine ranks map the memory in which trainer ranks of their host keep their weights, and read it there.
   There is no bucket.  The weights must stay where they are, so the caller says ``keep_mapped=True``.
@@ -14,10 +14,12 @@ They move in one of six ways:
   from one to the next (``comm/group_moves.py``).  ``auto`` does not choose it.
 - mixed: an engine rank reads the buffers of trainer ranks on its own host, as over memory, and gets messages from the
   others.
-- by RDMA: as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the parts that
-  they keep into memory of their own (``receiver/sources/remote.py``).  ``auto`` does not choose it.
 
-The first two reach engines on every host whose trainer ranks hold all weights together, as replicas in HSDP do.
+``transport="rdma"`` is as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the
+parts that they keep into memory of their own (``receiver/sources/remote.py``).
+
+The first two ways of ``direct`` reach engines on every host whose trainer ranks hold all weights together, as replicas
+in HSDP do.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def _check_memory(placement: Placement) -> None:
         raise ConfigError(
             f"engine ranks cannot map the memory of the trainer's {placement.device}: they run on "
             f"{', '.join(sorted(placement.devices))}",
-            hint='use another way (direct_by="messages"), or another transport: transport="auto"',
+            hint='use another transport: transport="auto"',
         )
     placement.check_seen(every=True)
 
@@ -105,7 +107,7 @@ def _check_rdma(placement: Placement) -> None:
         if lacking:
             raise ConfigError(
                 f"{url} cannot be updated by rdma: {lacking}",
-                hint='pip install "weightcast[rdma]" on both sides, or use another way: direct_by="messages"',
+                hint='pip install "weightcast[rdma]" on both sides, or use another transport: transport="direct"',
             )
 
 
@@ -149,12 +151,10 @@ def _suits_shards(placement: Placement) -> bool:
 def _suits(placement: Placement) -> bool:
     """True where the caller keeps the weights mapped and every engine can read them: one pass over the bytes.
 
-    On GPUs only trainers on one host have been shown to work.  A way that the caller has named is for ``check``.
+    On GPUs only trainers on one host have been shown to work.
     """
-    if not all("direct" in info.transports for info in placement.infos.values()):
+    if not all(map(SPEC.offered_by, placement.infos.values())):
         return False
-    if placement.primitive != "auto":
-        return not any(one.slow(placement) for one in SPEC.primitives if one.primitive == placement.primitive)
     shown = placement.device.type == "cpu" or not placement.on_many_hosts
     return shown and _suits_shards(placement)
 
@@ -204,8 +204,9 @@ _MEMORY = TransportSpec(
     build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )
 _SHARDS = replace(_MEMORY, primitive="shards", mapped=True, suits=_suits_shards)
-_RDMA = TransportSpec(
-    name="direct",
+RDMA = TransportSpec(
+    name="rdma",
+    offered_as="direct",
     primitive="rdma",
     scattered=True,
     delivery="memory",
@@ -227,4 +228,4 @@ _MESSAGES = TransportSpec(
 )
 _MIXED = replace(_MESSAGES, primitive="mixed", legs=True, suits=_suits_mixed, check=_check_mixed)
 _RELAY = replace(_MESSAGES, primitive="relay", relays=True, cells=MANY_RANKS, build=partial(_exchange, relays=True))
-SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _RELAY, _MIXED, _MESSAGES))
+SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RELAY, _MIXED, _MESSAGES))

@@ -34,6 +34,7 @@ from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import SAFETENSORS, TensorSpec, total_bytes
 
+_HOW = 'advanced={"disk_folder": FOLDER}, --advanced disk_folder=FOLDER'
 _MODES: dict[DiskReaders, tuple[int, int]] = {  # of the folder and of the file
     "user": (0o700, 0o600),
     "group": (0o750, 0o640),
@@ -71,11 +72,11 @@ class DiskTransport(Pumped):
             remove_abandoned(self._root, _OURS)
             free_bytes = shutil.disk_usage(self._root).free
         except OSError as error:
-            raise ConfigError(f"{self._root}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
+            raise ConfigError(f"{self._root}: {error.strerror or error}", hint=_HOW) from error
         if free_bytes < total_bytes(specs):
             raise ConfigError(
                 f"{self._root} has {free_bytes} bytes of free space, and the weights need {total_bytes(specs)}",
-                hint="choose another folder: disk_folder, --disk-folder",
+                hint=f"choose another folder: {_HOW}",
             )
         self._lock = threading.Lock()
         self._folder: OwnedFolder | None = None
@@ -100,7 +101,7 @@ class DiskTransport(Pumped):
                 self._file.write(header)
         except OSError as error:
             self._discard()
-            raise ConfigError(f"{folder}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
+            raise ConfigError(f"{folder}: {error.strerror or error}", hint=_HOW) from error
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``.  The caller's current stream fills the bucket."""
@@ -201,7 +202,7 @@ def _check(placement: Placement) -> None:
     if far is not None and not placement.shared_folder:
         raise ConfigError(
             f"{far} runs on another host and cannot see this host's folder for temporary files",
-            hint="name a folder that all hosts see under the same path: disk_folder, --disk-folder",
+            hint=f"name a folder that all hosts see under the same path: {_HOW}",
         )
 
 

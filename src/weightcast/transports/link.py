@@ -66,6 +66,7 @@ class Link:
         sharing: Form of the handles to a shared buffer.
         opens: The part of torch's handles to a buffer that belongs to this target.
         pause: Pause of the target's updates; None until it was chosen.
+        unproven: What was last said about tensors of the target that cannot be proven.
         planned: True once the weights and the transport were checked against this target.
         session: Id of the target's open session; empty without one.
         load_s: Seconds that the target's slowest rank spent on copies in this session.
@@ -91,6 +92,7 @@ class Link:
     sharing: Sharing = "weightcast"
     opens: slice = field(default_factory=lambda: slice(0, 0))
     pause: PauseMode | None = None
+    unproven: str = ""
     planned: bool = False
     session: str = ""
     load_s: float = 0.0

@@ -5,7 +5,6 @@ The checks compare a target's answers with the digests of what was sent.  They s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -139,21 +138,6 @@ class Outcome:
             legs=self.legs,
             message=message,
             notes=tuple(self.notes),
-        )
-
-
-def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -> None:
-    """Raises VerificationFailed unless the target can prove a share of ``least`` or more (0 to 1) to be resident."""
-    proven = count - len(unproven)
-    if proven < least * count:
-        raise VerificationFailed(
-            f"{link.url} can prove {proven} of {count} tensors to be resident, and min_proven_share is {least:g}; its "
-            f"loader computes with the others: {', '.join(unproven[:6])}{' ...' if len(unproven) > 6 else ''}",
-            url=link.url,
-            names=unproven,
-            hint="nothing was sent; accept the share with "
-            f"min_proven_share={math.floor(proven / count * 1e4) / 1e4:g} (--min-proven-share), or compare answers "
-            'with verify="behaviour"',
         )
 
 

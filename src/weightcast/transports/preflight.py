@@ -9,8 +9,8 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 
-from weightcast.config import PauseChoice, PauseMode, UpdateConfig, VerifyLevel
-from weightcast.errors import ConfigError, some
+from weightcast.config import PauseChoice, PauseMode, UpdateConfig
+from weightcast.errors import ConfigError, VerificationFailed, some
 from weightcast.protocols import Exporter, Mappable, Scattering, Summing
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
@@ -126,45 +126,73 @@ def warn_hazards(link: Link) -> None:
         log.warning("%s (%s): %s", link.url, link.info.engine, hazard)
 
 
-def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
-    """Raises ConfigError unless a target can prove ``level``; ``scores`` if the model has a forward pass."""
-    if level == "behaviour" and not scores:
-        raise ConfigError(
-            "require='behaviour' needs a forward pass, and this exporter has none",
-            hint="update from a trainer that holds the model, or require resident",
-        )
+def check_scores(config: UpdateConfig, exporter: Exporter) -> None:
+    """Raises ConfigError, or warns where the caller is not ``strict``, if behaviour has nothing to be compared with."""
+    if config.verify != "behaviour" or hasattr(exporter, "logprobs"):
+        return
+    words = 'verify="behaviour" needs a forward pass, and this exporter has none'
+    if config.strict:
+        raise ConfigError(words, hint='update from a trainer that holds the model, or write verify="resident"')
+    log.warning("%s: no answer is compared with the trainer's", words)
+
+
+def check_proof(link: Link, config: UpdateConfig) -> None:
+    """Raises ConfigError, or warns where the caller is not ``strict``, if a target cannot prove the level asked for."""
+    level = config.verify
     if level in ("received", "resident") and level not in link.adapter.proves:
-        raise ConfigError(
-            f"{link.url} ({link.info.engine}) cannot prove that weights are {level}, which is required",
-            hint='install the plug-in where there is one (docs/engines), or prove with verify="behaviour"',
+        words = f"{link.url} ({link.info.engine}) cannot prove that weights are {level}"
+        hint = 'install the plug-in where there is one (docs/engines), or prove with verify="behaviour"'
+        if config.strict:
+            raise ConfigError(f"{words}, and strict=True asks for it", hint=hint)
+        _warn_once(link, f"{words}: {hint}")
+
+
+def check_read_back(link: Link, unproven: Sequence[str], config: UpdateConfig) -> None:
+    """Raises VerificationFailed, or warns where the caller is not ``strict``, if a target cannot read tensors back.
+
+    ``unproven`` has their names.
+    """
+    if not unproven or config.verify not in ("resident", "behaviour") or "resident" not in link.adapter.proves:
+        return
+    count = len(link.info.specs)
+    words = f"{link.url}: {len(unproven)} of {count} tensors cannot be proven resident"
+    why = f"the engine's loader computes with {some(unproven, 6)}"
+    if config.strict and config.verify == "resident":
+        raise VerificationFailed(
+            f"{words}, and strict=True asks for it: {why}",
+            url=link.url,
+            names=unproven,
+            hint="nothing was sent; leave strict out (--strict) to accept that, or compare answers with "
+            'verify="behaviour"',
         )
+    _warn_once(link, f"{words}: {why}")
 
 
-def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
-    """Raises ConfigError if engines serve a higher version than the first update will have, long before it.
+def _warn_once(link: Link, words: str) -> None:
+    """Logs what a target cannot prove, unless that was the last that was said about it."""
+    if link.unproven != words:
+        link.unproven = words
+        log.warning("%s", words)
 
-    With ``on_failure="quarantine"`` it does if all of them do.  Without ``first_version`` a log line says which numbers
-    the engines will refuse.  It is a warning only if they serve different versions, since their answers differ then
-    until the first update.
+
+def tell_served(infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
+    """Logs which numbers the engines will refuse.
+
+    It is a warning only if they serve different versions, since their answers differ then until the first update.
     """
     served = [(info.version, url) for url, info in infos.items() if info.version]
     if not served or config.allow_older:
         return
     version, url = max(served)
-    if config.first_version is None:
-        others = [
-            f"{other} serves {info.version}" for other, info in infos.items() if info.version not in (None, version)
-        ]
-        log.log(
-            logging.WARNING if others else logging.INFO,
-            "%s serves version %d%s: update() counts on from there, and update(version=N) with a lower N is refused "
-            "unless connected with allow_older=True",
-            url,
-            version,
-            f" ({', '.join(others)})" if others else "",
-        )
-    else:
-        check_not_older(config.first_version, infos, config)
+    others = [f"{other} serves {info.version}" for other, info in infos.items() if info.version not in (None, version)]
+    log.log(
+        logging.WARNING if others else logging.INFO,
+        "%s serves version %d%s: update() counts on from there, and update(version=N) with a lower N is refused "
+        "unless connected with allow_older=True",
+        url,
+        version,
+        f" ({', '.join(others)})" if others else "",
+    )
 
 
 def check_not_older(version: int, infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
@@ -223,7 +251,7 @@ def choose_transport(asked: SpecName, placement: Placement, *, without: Collecti
         spec = spec_of(asked)
     spec = _choose_primitive(spec, placement)
     for url, info in placement.infos.items():
-        if spec.name not in info.transports:
+        if not spec.offered_by(info):
             ways = ", ".join(info.transports)
             raise ConfigError(
                 f"{url} ({info.engine}) "
@@ -260,7 +288,7 @@ def _check_reach(spec: TransportSpec, placement: Placement) -> None:
 
 
 def _choose_primitive(spec: TransportSpec, placement: Placement) -> TransportSpec:
-    """The way in which a transport moves bytes: the one that was asked for, or the first that suits every engine."""
+    """The primitive of a transport: the one that a test has asked for, or the first that suits every engine."""
     if not spec.primitives:
         return spec
     if placement.primitive == "auto":

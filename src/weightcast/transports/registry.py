@@ -9,7 +9,14 @@ from weightcast.transports import broadcast, checkpoint_engine, direct, disk, ip
 from weightcast.transports.spec import SpecName, TransportSpec
 
 # In the order in which ``transport="auto"`` tries them.
-TRANSPORTS: tuple[TransportSpec, ...] = (direct.SPEC, ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC)
+TRANSPORTS: tuple[TransportSpec, ...] = (
+    direct.SPEC,
+    ipc.SPEC,
+    broadcast.SPEC,
+    disk.SPEC,
+    checkpoint_engine.SPEC,
+    direct.RDMA,
+)
 
 
 def spec_of(name: SpecName) -> TransportSpec:

@@ -190,6 +190,7 @@ class TransportSpec:
 
     Attributes:
         name: The transport's name in ``UpdateConfig.transport``, or that of several which ``"auto"`` has put together.
+        offered_as: The transport that engines name in their description if they take this one; None for its own name.
         build: Builds the transport; nothing is sent yet.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
@@ -216,6 +217,7 @@ class TransportSpec:
     name: SpecName
     build: Callable[[Wiring], Transport]
     delivery: Delivery
+    offered_as: TransportName | None = None
     reach: Reach = "anywhere"
     scattered: bool = False
     exchanges: bool = False
@@ -234,6 +236,10 @@ class TransportSpec:
     check: Callable[[Placement], None] = lambda _: None
     slow: Callable[[Placement], str] = lambda _: ""
     lacks: Callable[[EngineInfo], str] = lambda _: ""
+
+    def offered_by(self, info: EngineInfo) -> bool:
+        """True if an engine takes updates by this transport."""
+        return (self.offered_as or self.name) in info.transports
 
     @property
     def shares_memory(self) -> bool:

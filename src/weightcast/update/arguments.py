@@ -5,15 +5,27 @@ Each function names the argument that it refuses.  Nothing here opens a connecti
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from dataclasses import fields
+from typing import Any, TypedDict, cast, get_type_hints
 
 import torch
 from torch import nn
 
-from weightcast.config import Target, parse_size
+from weightcast.config import (
+    AdvancedOptions,
+    OnFailure,
+    PauseChoice,
+    Target,
+    TransportName,
+    UpdateConfig,
+    VerifyLevel,
+    check_options,
+    parse_size,
+)
 from weightcast.errors import ConfigError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.fsdp1 import Fsdp1Exporter, is_sharded_by_fsdp1
@@ -25,11 +37,69 @@ from weightcast.exporters.zero3 import Zero3Exporter, is_partitioned
 from weightcast.protocols import Exporter
 from weightcast.watch.listeners import Listener
 from weightcast.wire.adapters import AdapterRequest, adapter_request
-from weightcast.wire.layout import DRAFT_PREFIX, DTYPES, NAMES
+from weightcast.wire.layout import DRAFT_PREFIX, DTYPES, NAMES, dtype_name
 
 Model = nn.Module | Exporter | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 Targets = Target | str | Sequence[Target | str]
 Listeners = Listener | Sequence[Listener] | None
+
+
+class UpdateOptions(TypedDict, total=False):
+    """Options of ``WeightUpdater.connect``, by name.
+
+    Attributes:
+        transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (an nccl or gloo process group of
+            trainer and engines), ``"direct"`` (shards to the engine ranks that keep them, without a gather; the report
+            says by what), ``"rdma"`` (the same through NIXL, between any hosts), ``"disk"`` (a checkpoint folder, for
+            engines that load one while they run), ``"checkpoint-engine"`` (that project's protocol, same host, for
+            engines that have its receiver) or ``"auto"`` (direct with ``keep_mapped`` where every target is on this
+            host and can read shards; else ipc to the targets on this host and broadcast to the others, in one update).
+            With ``"auto"``, a target that refuses ipc gets the same update by broadcast.
+        pause: Fate of the requests that run at the moment of the switch.  ``"auto"`` is ``"retract"`` on each target
+            that can, so that they go on with the new weights; on another one they end (``"abort"``), and ``connect``
+            logs why.
+        verify: Highest level of proof to reach; the report has the level of each target.
+        strict: True refuses, at ``connect``, a target that cannot reach that level for every tensor.  Otherwise it
+            takes part, ``connect`` warns, and the report has the level that it reached, and for how many tensors.
+        on_failure: ``"raise"``, or ``"quarantine"``, which updates the healthy targets and reports the rest.
+        timeout_s: Deadline of each single wait, in seconds; at most six hours.
+        wire_dtype: Dtype to which a module's floating-point tensors are cast before they are sent: a torch dtype or its
+            name (``"bf16"``).  None casts a tensor to the smaller float, other than float16, in which every engine
+            keeps it, if there is one.  An exporter object sets its own.
+        bucket_bytes: Size of one bucket, in bytes or as text (``"512MiB"``).  A trainer rank uses at most two buckets
+            for any model, and up to 64 MiB for sums and casts.  None lets ``connect`` choose: 512 MiB; by ``ipc`` to
+            our receivers on GPUs an eighth of the weights of one trainer rank, from 512 MiB to 2 GiB.  It keeps two
+            buckets and the scratch buffer of a gather within a quarter of the free memory of each trainer GPU, and
+            chooses a larger one than 512 MiB for a tensor that an engine takes only whole.
+        max_extra_bytes: Most extra memory that a trainer rank may take, in bytes or as text (``"1GiB"``); None for no
+            limit.  Buckets are made smaller than ``bucket_bytes`` where it asks for that.  ``connect`` refuses a limit
+            that is too low, with the bytes that it needs.  NCCL's own memory does not count.
+        keep_mapped: True if the weights stay where they are between updates, so that engine ranks may keep them mapped;
+            for ``direct``.  Call ``release`` before the trainer frees or moves them.
+        allow_older: True accepts a lower version than the one an engine serves (a trainer resumed from a checkpoint).
+        adapter: Name of a LoRA adapter that is updated instead of the weights, and under which engines serve it.  The
+            model is one of PEFT's; if it has several adapters, one of them must have this name.
+        draft: Draft model that is updated together with the model, for engines that were told so.
+        on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
+        advanced: Options that few runs need; see ``AdvancedOptions``.
+    """
+
+    transport: TransportName
+    pause: PauseChoice
+    verify: VerifyLevel
+    strict: bool
+    on_failure: OnFailure
+    timeout_s: float
+    wire_dtype: torch.dtype | str | None
+    bucket_bytes: int | str | None
+    max_extra_bytes: int | str | None
+    keep_mapped: bool
+    allow_older: bool
+    adapter: str | None
+    draft: Model | None
+    on_event: Listeners
+    advanced: AdvancedOptions | None
+
 
 _SHORT = {
     "bf16": "bfloat16",
@@ -40,6 +110,31 @@ _SHORT = {
     "fp64": "float64",
     "double": "float64",
 }
+
+
+def config_of(options: UpdateOptions) -> UpdateConfig:
+    """Returns the checked options of an update; raises ``ConfigError`` for one that is unknown, gone or malformed."""
+    given: dict[str, Any] = {**options}
+    advanced: dict[str, Any] = {**(given.get("advanced") or {})}
+    check_options(given, tuple(UpdateOptions.__annotations__), advanced)
+    for name in ("bucket_bytes", "max_extra_bytes"):
+        if given.get(name) is not None:
+            given[name] = bytes_of(name, given[name])
+    dtype = wire_dtype_of(given.get("wire_dtype"))
+    given["wire_dtype"] = None if dtype is None else dtype_name(dtype)
+    own = {field.name for field in fields(UpdateConfig)}
+    return UpdateConfig(**{name: value for name, value in given.items() if name in own}, **advanced)
+
+
+def signature_of_connect() -> inspect.Signature:
+    """The signature of ``WeightUpdater.connect`` with each option and its default, for ``help()`` and notebooks."""
+    defaults = {field.name: field.default for field in fields(UpdateConfig)}
+    ordered = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=hint)
+        for name, hint in get_type_hints(UpdateOptions).items()
+    ]
+    first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("cls", "model", "targets")]
+    return inspect.Signature([*first, *ordered])
 
 
 def bytes_of(option: str, value: object) -> int:

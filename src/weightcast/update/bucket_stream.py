@@ -5,6 +5,7 @@ The exporter fills one bucket while the transport sends the one before it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ class BucketStream:
             verifies: True if the sums of this rank's shards are needed.
             check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
-            progress: Callback on the head after each bucket, with bytes sent and bytes in all.
+            progress: Callback on the head after each bucket, with bytes sent and bytes in all; for tests.
         """
         self._exporter = exporter
         self._specs = specs
@@ -146,7 +147,8 @@ class BucketStream:
         self._events = events
         self._checks_finite = choice.scattered and check_finite
         self._served = ServedParts(exporter, group, checks_finite=self._checks_finite)
-        self._payload_bytes = [sum(slot.size_bytes for slot in layout.slots) for layout in layouts]
+        sizes = (sum(slot.size_bytes for slot in layout.slots) for layout in layouts)
+        self._sent_bytes = list(itertools.accumulate(sizes, initial=0))  # by the number of buckets that were sent
         self._plan: SendPlan | None = None
         self._slots: list[SharedSlot] = []
         self.exchange = Exchange(
@@ -226,7 +228,7 @@ class BucketStream:
         """Works out the steps of every bucket, without reading or moving weights."""
         exporter = self._exporter
         if self._verifies or exporter.device.type == "cuda":  # where copies are launches of the same kernel
-            prepare_kernels(exporter.device, size_bytes=sum(self._payload_bytes))
+            prepare_kernels(exporter.device, size_bytes=self._sent_bytes[-1])
         for layout in self._layouts[self._num_mapped :]:
             self._served.prepare(layout)
         if not isinstance(exporter, Planning):
@@ -429,9 +431,10 @@ class BucketStream:
                 shared = self._gather_shared(layout, slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
-                head.send(bucket, shared)
+                so_far = (self._sent_bytes[index + 1], self._sent_bytes[-1]) if index == filling.sent else (0, 0)
+                head.send(bucket, shared, so_far)
                 if self._progress is not None and not head.failed and index == filling.sent:
-                    self._progress(sum(self._payload_bytes[: index + 1]), sum(self._payload_bytes))
+                    self._progress(*so_far)
             filling.sent = max(filling.sent, index + 1)
             if mapped and not self._sums_ahead:
                 self._sum_mapped(filling, [layout])

@@ -24,13 +24,14 @@ from weightcast.transports.cells import FEW_RANKS, MANY_RANKS, cells_of, most_ra
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.mixed import MixedTransport
 from weightcast.transports.preflight import (
-    check_first_version,
     check_fits,
     check_places,
     check_proof,
     check_scattered,
+    check_scores,
     choose_pause,
     choose_receivers,
+    tell_served,
     warn_hazards,
 )
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
@@ -147,7 +148,8 @@ class Plan:
         if self._config.on_failure == "raise" or not healthy:
             raise_together([info for info in infos.values() if not isinstance(info, EngineInfo)])
         if self._roster.current is None:
-            check_first_version(healthy, self._config)
+            check_scores(self._config, self._exporter)
+            tell_served(healthy, self._config)
         return self._choose_for(healthy)
 
     def choose_again(self) -> Choice:
@@ -330,7 +332,7 @@ class Plan:
         """Checks that the target can be updated by the transport that was chosen for it."""
         link.pause = choose_pause(link, self._config.pause)
         warn_hazards(link)
-        check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
+        check_proof(link, self._config)
         spec = self.reach.of(link.url)
         if spec.scattered:
             check_scattered(link, self._specs, self._config, self._exporter)

@@ -502,25 +502,21 @@ def _legs_from_here(info: EngineInfo, *, mapped: bool) -> str:
 
 
 def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
-    """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
+    """Says whether each transport without a gather can reach the engine, by what, and what auto needs to take it."""
     possible = _deliveries(checks)
     if not visible_gpus() and set(info.devices) != {"cpu"}:
         possible["memory"] = False  # engine ranks on GPUs read no shards on a CPU
     for spec in TRANSPORTS:
-        if not spec.primitives or spec.name not in info.transports:
+        if not spec.scattered or not spec.offered_by(info) or spec.lacks(info):
             continue
-        ways = [
-            way
-            for way in spec.primitives
-            if (possible[way.delivery] or (way.shares_memory and way.reach == "anywhere")) and not way.lacks(info)
-        ]
-        if not ways:
+        ways = [way for way in spec.primitives if possible[way.delivery]]
+        if spec.primitives and not ways:
             yield _warn(spec.name, "cannot be used, for the reasons above")
             continue
         auto = "auto does not take it"
         if any(way.mapped for way in ways):
             auto = "auto takes it if the trainer sets keep_mapped=True"
-        text = f"{', '.join(way.primitive for way in ways)} can be used; {auto}"
-        if any(way.legs for way in ways):
-            text += f"; mixed takes {_legs_from_here(info, mapped=possible['memory'] or info.on_several_hosts)}"
-        yield _ok(spec.name, text)
+        legs = ""
+        if ways:
+            legs = f", {_legs_from_here(info, mapped=possible['memory'] or info.on_several_hosts)}"
+        yield _ok(spec.name, f"can be used{legs}; {auto}")

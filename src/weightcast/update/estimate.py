@@ -35,16 +35,14 @@ class DirectPlan:
         out_of_trainer_rank_bytes: Bytes that each trainer rank sends, or that engine ranks read from it.
         busiest: The link with most bytes: ``trainer rank`` or ``engine rank``.
         seconds: Transfer time on the busiest link alone; None without a bandwidth.
-        computed: Names of the tensors whose values are computed when they are sent.  They cannot be read where they lie
-            (``direct_by="shards"``) and go by bucket.
+        computed: Names of the tensors whose values are computed when they are sent.  They cannot be read in place, with
+            ``keep_mapped``, and go by bucket.
         memory_bytes: Bytes that all engine ranks together read in memory of their own hosts, if trainer ranks and
             engine ranks are spread over several hosts, in equal numbers and in their order; 0 for one host.
         message_bytes: Bytes that they get from other hosts then.
         out_of_host_bytes: The most of these that leave one host.
         into_host_bytes: The most of these that one host gets.
         host_seconds: Transfer time of the busiest host with one link; None without a bandwidth or for one host.
-        relay_out_of_trainer_rank_bytes: Bytes that each trainer rank sends if engine ranks pass them on
-            (``direct_by="relay"``).
     """
 
     refused: str = ""
@@ -58,7 +56,6 @@ class DirectPlan:
     out_of_host_bytes: int = 0
     into_host_bytes: int = 0
     host_seconds: float | None = None
-    relay_out_of_trainer_rank_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +140,7 @@ def make_plan(
         most_bytes: Size above which a bucket does not keep to a limit of extra memory; None for no limit.
         computed: True if values are computed on the way, such as by quantising.
         tp: Ranks of each engine.
-        cell_ranks: As ``UpdateConfig.cell_ranks``.
+        cell_ranks: As ``AdvancedOptions.cell_ranks``.
         hosts: Number of hosts that trainer ranks and engine ranks are spread over.
 
     It raises ConfigError if a tensor, or a row of one that may be cut, is larger than a bucket.
@@ -204,7 +201,6 @@ def make_plan(
             trainer_ranks=trainer_ranks,
             link_gb_per_s=link_gb_per_s,
             computed=computed,
-            relay_cells=len(cells),
         ),
     )
 
@@ -219,7 +215,6 @@ def _direct(
     trainer_ranks: int,
     link_gb_per_s: float | None,
     computed: bool,
-    relay_cells: int,
 ) -> DirectPlan:
     if engine != "native":
         return DirectPlan(refused=f"{engine} without our receiver takes gathered buckets only")
@@ -240,7 +235,6 @@ def _direct(
         out_of_host_bytes=out_of_host,
         into_host_bytes=into_host,
         host_seconds=None if rate is None or hosts == 1 else max(out_of_host, into_host) / rate,
-        relay_out_of_trainer_rank_bytes=-(-into * tp * relay_cells // trainer_ranks),
         message_bytes=into * engine_ranks - memory if hosts > 1 else 0,
         into_engine_rank_bytes=into,
         out_of_trainer_rank_bytes=out,

@@ -96,7 +96,8 @@ def _not_finite(found: Mapping[str, int]) -> NotFinite:
     return NotFinite(
         f"values that are NaN or infinite, counted by tensor: {shown}; no engine was told to switch",
         names=tuple(found),
-        hint="look at the step that made them, or send them on purpose with check_finite=False (--no-check-finite)",
+        hint="look at the step that made them, or send them on purpose: "
+        'advanced={"check_finite": False}, --advanced check_finite=false',
     )
 
 

@@ -115,6 +115,15 @@ class Head:
         self._verifier.prepare(plan, links)
         return preparing
 
+    def check_prepared(self, preparing: Preparation) -> AttemptResult:
+        """Waits for the engines' work on the plan, and refuses those that cannot prove all that the caller asks for."""
+        try:
+            for link, ack in preparing.wait():
+                self._verifier.check_opened(link, ack)
+        except VerificationFailed as error:
+            return AttemptResult(failure=Failure.of(ConfigError(str(error), hint=error.hint)))
+        return AttemptResult()
+
     def meet_ahead(self) -> None:
         """Makes the process groups of the updates to come; as ``Sessions.meet_ahead``."""
         links = self._plan.links
@@ -292,15 +301,18 @@ class Head:
         self._phases[name] = self._phases.get(name, 0.0) + seconds
         self._on_head_s += seconds
 
-    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """Digests and sends a bucket; ``finish`` reports a failure."""
+    def send(self, bucket: Bucket, shared: Sequence[Shared], so_far: tuple[int, int] = (0, 0)) -> None:
+        """Digests and sends a bucket; ``finish`` reports a failure.
+
+        ``so_far`` is ``StepEnded.sent_bytes`` and ``total_bytes`` with this bucket.
+        """
         try:
             with self._phase("pack", bucket.layout.index):
                 if bucket.layout.index < self.sessions.num_buckets:
                     self._verifier.add_again(bucket)
                 else:
                     self._verifier.add(bucket)
-            with self._phase("send", bucket.layout.index):
+            with self._phase("send", bucket.layout.index, so_far):
                 self.sessions.send(bucket, shared)
         except WeightcastError as error:
             self._failure = error
@@ -590,14 +602,17 @@ class Head:
         )
 
     @contextmanager
-    def _phase(self, name: str, bucket: int | None = None) -> Generator[None]:
+    def _phase(self, name: str, bucket: int | None = None, so_far: tuple[int, int] = (0, 0)) -> Generator[None]:
         began = time.monotonic()
         try:
             yield
+        except BaseException:
+            so_far = (0, 0)  # which is what the engines have taken
+            raise
         finally:
             ended = time.monotonic()
             self.add_phase(name, ended - began)
-            self._events.step_ended(name, began, ended, bucket=bucket)
+            self._events.step_ended(name, began, ended, bucket=bucket, so_far=so_far)
 
 
 def _culprits(

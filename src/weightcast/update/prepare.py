@@ -80,13 +80,18 @@ class Preparation:
             steps.append(link.prepare(link.adapter.prepare(messages[key][0]), timeout_s=config.timeout_s))
         self._answers: Sequence[Future[Ack]] = event_loop.submit(steps)
 
-    def wait(self) -> None:
-        """Waits for the engines.  What keeps one of them from preparing is left to its first update, and logged."""
+    def wait(self) -> Sequence[tuple[Link, Ack]]:
+        """Waits for the engines, and returns the answers of those that could prepare.
+
+        What keeps one of them from preparing is left to its first update, and logged.
+        """
+        answers: list[tuple[Link, Ack]] = []
         for link, answer in zip(self._asked, self._answers, strict=True):
             try:
-                answer.result()
+                answers.append((link, answer.result()))
             except WeightcastError as error:
                 log.info("%s works out its first update when that comes, which takes longer: %s", link.url, error)
+        return answers
 
 
 def _way_to(link: Link, spec: TransportSpec) -> Way:

@@ -13,7 +13,7 @@ from weightcast.transports.broadcast import BY_RANK
 from weightcast.transports.link import Link
 from weightcast.transports.mixed import join_names
 from weightcast.transports.preflight import check_scattered, choose_transport
-from weightcast.transports.registry import TRANSPORTS
+from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.engine_info import EngineInfo
@@ -112,9 +112,9 @@ class Reach:
     def leave(self, link: Link | None, error: WeightcastError) -> str | None:
         """Leaves a target's transport, which failed for it, for the next best one; ``choose`` must follow.
 
-        Only ``transport="auto"`` does so, and ``direct`` with ``direct_by="auto"`` from memory to messages.  It is done
-        only if the engine says that the transport failed: an engine that is gone is gone for every transport, and
-        another one would not change what the engine thinks of the weights.
+        Only ``transport="auto"`` does so, and ``direct`` from memory to messages.  It is done only if the engine says
+        that the transport failed: an engine that is gone is gone for every transport, and another one would not change
+        what the engine thinks of the weights.
 
         Returns a remark for the report with the engine's words; None if the target must fail.
         """
@@ -147,31 +147,23 @@ class Reach:
         return None
 
     def _may_send_messages(self, failed: TransportSpec, error: WeightcastError) -> bool:
-        """True if a target cannot map memory, and the caller left the way of its transport open."""
+        """True if a target cannot map memory, and its transport has messages too."""
         refused = isinstance(error, TargetRejected) and error.status == MAPPING_FAILED
-        return refused and failed.scattered and failed.shares_memory and self._config.direct_by == "auto"
+        many = bool(spec_of(failed.name).primitives) and self._config.direct_by == "auto"
+        return refused and many and failed.shares_memory
 
     def _choose_scattered(
         self, links: Sequence[Link], placement: Placement, without: Collection[str]
     ) -> TransportSpec | None:
         """The transport that leaves shards where they are and suits all targets; None if none does."""
-        way = self._config.direct_by
-        named = [one for spec in TRANSPORTS for one in spec.primitives if one.primitive == way]
-        if slow := next((why for one in named if (why := one.slow(placement))), ""):
-            log.warning("shards are gathered: %s", slow)
-            return None
         others = {spec.name for spec in TRANSPORTS if not spec.scattered}
-        left = {*without, *others}
         try:
-            spec = choose_transport("auto", placement, without=left)
+            spec = choose_transport("auto", placement, without={*without, *others})
             specs = self._own if spec.mapped else self.specs  # what is read in place is not cast
             for link in links:
                 check_scattered(link, specs, self._config, self._exporter)
         except ConfigError as error:
-            if way == "auto" or all(one.name in left for one in TRANSPORTS if one.scattered):
-                log.debug("shards are gathered: %s", error)
-            else:
-                log.warning("direct by %s does not reach every engine, so shards are gathered: %s", way, error)
+            log.debug("shards are gathered: %s", error)
             return None
         return spec
 
@@ -196,7 +188,7 @@ class Reach:
             spec = self._best_for(link.url, link.info, unplanned)
             if spec in self._chosen.values() or not spec.shares_memory:
                 return spec
-        if self.best.legs and planned and self.best.name in link.info.transports:
+        if self.best.legs and planned and self.best.offered_by(link.info):
             self.best.check(self.placement({link.url: link.info}))
             return self.best
         if not planned and self.best.shares_memory:

@@ -14,26 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
-import torch
 
 from weightcast.comm.ipc import device_uuid
 from weightcast.comm.nccl import settings_here
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.config import (
-    DigestKind,
-    DirectBy,
-    DiskReaders,
-    OnFailure,
-    PauseChoice,
-    Target,
-    TransportName,
-    UpdateConfig,
-    VerifyLevel,
-    check_version,
-)
+from weightcast.config import Target, UpdateConfig, check_version
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.fleet.roster import Roster
@@ -41,15 +29,15 @@ from weightcast.protocols import Exporter, Replanning
 from weightcast.report import UpdateReport, count_of
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.update.arguments import (
-    Listeners,
     Model,
     Targets,
+    UpdateOptions,
     adapter_of,
-    bytes_of,
+    config_of,
     exporter_of,
     listeners_of,
+    signature_of_connect,
     targets_of,
-    wire_dtype_of,
     with_draft,
 )
 from weightcast.update.attempts import Attempts
@@ -67,10 +55,11 @@ from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import TrainerSpans
 from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.adapters import AdapterRequest
-from weightcast.wire.layout import BucketLayout, dtype_name, plan_buckets
+from weightcast.wire.layout import BucketLayout, plan_buckets
 
 log = logging.getLogger("weightcast.update")
 _Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _LOOK_AGAIN, _CHOOSE_AGAIN = 1, 2  # what a trainer rank wants before the next call
 
 
@@ -83,7 +72,13 @@ class _Call:
     over: bool = False
 
 
-# Over 350 lines: `connect` lists every option with its type, so that editors complete them.
+def _shows_options(connect: _Function) -> _Function:
+    """Tells ``help()`` and notebooks the names and defaults of the options."""
+    connect.__signature__ = signature_of_connect()  # type: ignore[attr-defined]
+    return connect
+
+
+# Over 350 lines: every call of a trainer is one of its methods, and all of them share the group, head and stream.
 class WeightUpdater:
     """Keeps rollout engines at the trainer's weights.  ``connect`` makes one; it is a context manager."""
 
@@ -95,7 +90,6 @@ class WeightUpdater:
         progress: Progress | None = None,
         listeners: Sequence[Listener] = (),
         *,
-        alone: bool = False,
         adapter: AdapterRequest | None = None,
         connecting: Connecting | None = None,
     ) -> None:
@@ -105,8 +99,8 @@ class WeightUpdater:
         self._progress = progress
         self._targets = tuple(targets)
         connecting = connecting if connecting is not None else Connecting()
-        connecting.now("the trainer ranks meet")
-        if alone:
+        connecting.now("the trainer ranks form their group")
+        if config.alone:
             self._group = TrainerGroup(device=exporter.device, timeout_s=config.timeout_s)
         else:
             self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
@@ -148,89 +142,37 @@ class WeightUpdater:
             raise
 
     @classmethod
-    def connect(
-        cls,
-        model: Model,
-        targets: Targets,
-        *,
-        transport: TransportName = "auto",
-        bucket_bytes: int | str | None = None,
-        max_extra_bytes: int | str | None = None,
-        max_connections: int | None = None,
-        pause: PauseChoice = "auto",
-        verify: VerifyLevel = "resident",
-        digest: DigestKind = "fast",
-        timeout_s: float = 120.0,
-        on_failure: OnFailure = "raise",
-        wire_dtype: torch.dtype | str | None = None,
-        check_finite: bool | None = None,
-        require: VerifyLevel = "none",
-        first_version: int | None = None,
-        allow_older: bool = False,
-        behaviour_tolerance: float = 0.1,
-        min_proven_share: float = 1.0,
-        rendezvous_host: str | None = None,
-        disk_folder: str | None = None,
-        disk_readers: DiskReaders = "user",
-        direct_by: DirectBy = "auto",
-        keep_mapped: bool = False,
-        cell_ranks: int | None = None,
-        progress: Progress | None = None,
-        on_event: Listeners = None,
-        alone: bool = False,
-        adapter: str | None = None,
-        draft: Model | None = None,
-    ) -> Self:
+    @_shows_options
+    def connect(cls, model: Model, targets: Targets, **options: Unpack[UpdateOptions]) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
-
-        ``UpdateConfig`` describes the options that are not listed here.
 
         Args:
             model: A plain or FSDP2 module, a ``state_dict`` with a checkpoint's names, the path of a safetensors
                 checkpoint, or any ``Exporter``.
             targets: The engines, or one engine, as ``Target`` or URL.
-            bucket_bytes: Bytes of one bucket, or text (``"512MiB"``).
-            max_extra_bytes: Bytes, or text (``"1GiB"``).
-            wire_dtype: A torch dtype, or its name (``"bf16"``).
-            progress: Callback on the head after each bucket, with bytes sent and bytes in all.
-            on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
-            alone: True if only this rank of ``torch.distributed`` calls ``connect``, and has all weights whole.
-            adapter: Name of a LoRA adapter that is updated instead of the weights, and under which engines serve it.
-                The model is one of PEFT's; if it has several adapters, one of them must have this name.
-            draft: Draft model that is updated together with the model, for engines that were told so.
+            **options: Described by ``weightcast.UpdateOptions``.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
             TargetUnreachable, TargetRejected: An engine does not answer, or refuses.
             TrainerRankFailed: Another trainer rank did not take part.
         """
-        config = UpdateConfig(
-            transport=transport,
-            bucket_bytes=None if bucket_bytes is None else bytes_of("bucket_bytes", bucket_bytes),
-            max_extra_bytes=None if max_extra_bytes is None else bytes_of("max_extra_bytes", max_extra_bytes),
-            max_connections=max_connections,
-            pause=pause,
-            verify=verify,
-            digest=digest,
-            timeout_s=timeout_s,
-            on_failure=on_failure,
-            wire_dtype=None if (dtype := wire_dtype_of(wire_dtype)) is None else dtype_name(dtype),
-            check_finite=check_finite,
-            require=require,
-            first_version=first_version,
-            allow_older=allow_older,
-            behaviour_tolerance=behaviour_tolerance,
-            min_proven_share=min_proven_share,
-            rendezvous_host=rendezvous_host,
-            disk_folder=disk_folder,
-            disk_readers=disk_readers,
-            direct_by=direct_by,
-            keep_mapped=keep_mapped,
-            cell_ranks=cell_ranks,
-        )
+        return cls._connect(model, targets, options, config_of(options))
+
+    @classmethod
+    def _connect(
+        cls,
+        model: Model,
+        targets: Targets,
+        options: UpdateOptions,
+        config: UpdateConfig,
+        progress: Progress | None = None,
+    ) -> Self:
+        """As ``connect``, for ``lab.connect`` too, which has more to say about the config."""
         with gc_paused(), Connecting() as connecting:
             known = targets_of(targets)
             request = None
+            adapter, draft = options.get("adapter"), options.get("draft")
             if adapter is not None and draft is not None:
                 raise ConfigError("an adapter has no draft", hint="give connect adapter= or draft=")
             if adapter is not None:
@@ -245,8 +187,7 @@ class WeightUpdater:
                     known,
                     config,
                     progress,
-                    listeners_of(on_event),
-                    alone=alone,
+                    listeners_of(options.get("on_event")),
                     adapter=request,
                     connecting=connecting,
                 )
@@ -551,12 +492,7 @@ class WeightUpdater:
             where = [seat.device for seat in seats]
             try:
                 if self._roster is None:
-                    self._roster = Roster(
-                        self._targets,
-                        timeout_s=self._config.timeout_s,
-                        recognise=self._recognise,
-                        max_connections=self._config.max_connections,
-                    )
+                    self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=self._recognise)
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
                 head = Head(
@@ -593,8 +529,10 @@ class WeightUpdater:
         shared = stream.share_ahead()
         preparing = self._head.prepare(plan, shared) if self._head is not None else None
         stream.prepare(plan)
-        if preparing is not None:
-            preparing.wait()
+        checked = self._head.check_prepared(preparing) if self._head is not None and preparing is not None else None
+        result = self._ranks.hear(checked if checked is not None else AttemptResult())
+        if result.failure is not None:
+            raise self._all_heard(result.failure.rebuild())
         if self._head is not None:
             self._head.meet_ahead()
 

@@ -17,7 +17,8 @@ from weightcast.exporters.sum_messages import unsummed
 from weightcast.protocols import Exporter, SeesChange
 from weightcast.transports.blame import raise_together, try_each
 from weightcast.transports.link import Link
-from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
+from weightcast.transports.outcome import Outcome, arrived, received_otherwise
+from weightcast.transports.preflight import check_read_back
 from weightcast.update.choose import Plan
 from weightcast.update.finite import FiniteCheck, checks_finite
 from weightcast.update.prepare import SendPlan
@@ -197,9 +198,8 @@ class Verifier:
         return self._config.digest == "sha256" and bool(sent)
 
     def check_opened(self, link: Link, ack: Ack) -> None:
-        """Checks a target's answer to Open: it can prove the share of tensors that the caller asks for."""
-        if self._config.verify == "resident" and "resident" in link.adapter.proves:
-            check_share(link, len(link.info.specs), ack.unproven, self._config.min_proven_share)
+        """Checks a target's answer to Open, or to the plan at ``connect``: as ``check_read_back``."""
+        check_read_back(link, ack.unproven, self._config)
 
     async def commit(
         self, link: Link, outcome: Outcome, sent: Sent, ask_again: Callable[[WeightcastError], Awaitable[Ack]]

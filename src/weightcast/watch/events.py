@@ -79,9 +79,17 @@ class UpdateStarted(_Event, frozen=True, kw_only=True):
 
 
 class StepEnded(_Event, frozen=True, kw_only=True):
-    """A trainer rank has finished a step of the update."""
+    """A trainer rank has finished a step of the update.
+
+    Attributes:
+        sent_bytes: On the head, after a bucket was sent for the first time: bytes of the buckets sent so far in this
+            attempt.  0 after every other step.
+        total_bytes: Bytes of all buckets then; else 0.
+    """
 
     step: Step
+    sent_bytes: int = 0
+    total_bytes: int = 0
 
 
 class UpdateEnded(_Event, frozen=True, kw_only=True):

@@ -162,10 +162,13 @@ class Events:
         finally:
             self.step_ended(phase, began, time.monotonic(), bucket=bucket)
 
-    def step_ended(self, phase: str, began: float, ended: float, *, bucket: int | None = None) -> None:
-        """Emits ``StepEnded`` for a step of this trainer rank."""
+    def step_ended(
+        self, phase: str, began: float, ended: float, *, bucket: int | None = None, so_far: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Emits ``StepEnded`` for a step of this trainer rank; ``so_far`` has its bytes sent, and those in all."""
         if self._listeners:
-            self.emit(StepEnded(step=Step(phase, self.rank, began, ended, bucket)))
+            step = Step(phase, self.rank, began, ended, bucket)
+            self.emit(StepEnded(step=step, sent_bytes=so_far[0], total_bytes=so_far[1]))
 
     def traceparent(self, target: str) -> str:
         """The span that a target's session is to continue; empty if nothing traces."""

@@ -199,7 +199,9 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if slot.offset_bytes < end:
                 raise WireError(f"bucket {self.index}: {name} at byte {slot.offset_bytes} overlaps what ends at {end}")
             if slot.offset_bytes > end + MAX_GAP_BYTES:
-                raise WireError(f"bucket {self.index}: nothing lies between byte {end} and byte {slot.offset_bytes}")
+                raise WireError(
+                    f"bucket {self.index}: there is nothing between byte {end} and byte {slot.offset_bytes}"
+                )
             end = slot.end_bytes
         if self.size_bytes > end + MAX_GAP_BYTES:
             raise WireError(f"bucket {self.index}: contents end at byte {end}, the bucket only at {self.size_bytes}")

@@ -79,7 +79,7 @@ def test_plan_says_what_cannot_go_direct_and_why(tmp_path):
     save_file({"layers.0.mlp.up_proj.weight": torch.ones(256, 128)}, tmp_path / "model.safetensors")
     done = run("plan", tmp_path / "model.safetensors", "--trainer-ranks", "8", "--tp", "2")
     assert "the busiest link is that of an engine rank" in done.output
-    assert "by shards" not in done.output
+    assert "keep_mapped" not in done.output
     done = run("plan", tmp_path / "model.safetensors", "--quantise", "fp8")
     assert "2 tensors by bucket, because their values are computed when they are sent" in done.output
     done = run("plan", tmp_path / "model.safetensors", "--engine", "sglang")
@@ -264,7 +264,7 @@ def test_plan_divides_the_bytes_of_several_hosts_into_memory_and_messages():
     assert (beyond.memory_bytes, beyond.message_bytes) == (8000, 8000)
 
 
-def test_plan_shows_the_busiest_host_and_what_a_relay_saves(tmp_path):
+def test_plan_shows_the_busiest_host(tmp_path):
     of = {"model": "m", "engine": "native", "packing": Packing(), "bucket_bytes": 1 << 20, "link_gb_per_s": 1e-6}
     one = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4).direct
     assert (one.out_of_host_bytes, one.into_host_bytes, one.host_seconds) == (0, 0, None)
@@ -276,16 +276,11 @@ def test_plan_shows_the_busiest_host_and_what_a_relay_saves(tmp_path):
     beyond = make_plan([spec("m", 100, 40)], **of, engine_ranks=6, tp=2, trainer_ranks=1, hosts=3).direct
     assert (beyond.out_of_host_bytes, beyond.into_host_bytes) == (4 * 8000, 2 * 8000)
     assert beyond.host_seconds == pytest.approx(32.0)
-    # A chain gets everything once, however many engines it has; there is one for each of the two TP ranks.
-    assert two.relay_out_of_trainer_rank_bytes == 2 * 8000 // 4
-    few = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4, cell_ranks=2).direct
-    assert few.relay_out_of_trainer_rank_bytes == few.out_of_trainer_rank_bytes == 2 * 2 * 8000 // 4
 
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(1000, 100)}, path)
     done = run("plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2")
     assert "at most 390.6 KiB out of a host and 390.6 KiB into one" in done.output
-    assert "direct relay: 97.7 KiB out of each trainer rank" in done.output
     assert "direct by messages between GPUs takes 327 to 352 ms for 21 GB on two H200s" in " ".join(done.output.split())
     done = run(
         "plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2", "--link-gb-per-s", "1"

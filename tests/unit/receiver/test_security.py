@@ -222,8 +222,8 @@ def _bucket(*slots: tuple[int, int], size: int, names: str = "abc") -> BucketLay
     [
         (_bucket((0, 8), size=1 << 46), "only at"),
         (_bucket((0, 8), size=8 + MAX_GAP_BYTES + 1), "only at"),
-        (_bucket((0, 8), (1 << 40, 8), size=(1 << 40) + 8), "nothing lies between"),
-        (_bucket((1 << 40, 8), size=(1 << 40) + 8), "nothing lies between"),
+        (_bucket((0, 8), (1 << 40, 8), size=(1 << 40) + 8), "there is nothing between"),
+        (_bucket((1 << 40, 8), size=(1 << 40) + 8), "there is nothing between"),
         (_bucket((0, 8), (8, 8), size=16, names="aa"), "twice"),
     ],
 )

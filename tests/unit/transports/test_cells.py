@@ -89,8 +89,14 @@ def test_plan_shows_the_cells() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--targets=3"], "broadcast: 1 cell of 3 engine ranks; the head sends each bucket to each cell, 64 B in all"),
-        (["--targets=3", "--tp=2", "--cell-ranks=2"], "3 cells of 2 engine ranks; the head sends each bucket to each"),
+        (
+            ["--targets=3"],
+            "broadcast: 1 cell of 3 engine ranks; trainer rank 0 sends each bucket to each cell, 64 B in all",
+        ),
+        (
+            ["--targets=3", "--tp=2", "--cell-ranks=2"],
+            "3 cells of 2 engine ranks; trainer rank 0 sends each bucket to each",
+        ),
         (["--targets=3", "--tp=2", "--cell-ranks=2"], "each cell, 192 B in all"),
         (["--targets=3", "--tp=2", "--cell-ranks=4"], "broadcast: 2 cells of 2 to 4 engine ranks"),
     ],

@@ -129,8 +129,6 @@ def test_auto_passes_over_a_transport_that_is_left_out() -> None:
 def test_reading_shards_needs_a_promise_that_they_stay() -> None:
     with pytest.raises(ConfigError, match="keep the trainer's weights mapped"):
         UpdateConfig(direct_by="shards")
-    with pytest.raises(ConfigError, match="direct_by='pigeons'"):
-        UpdateConfig(direct_by="pigeons")  # type: ignore[arg-type]
 
 
 def on_two_hosts(*engines: Any, whole: tuple[str, ...] = (), **more: Any) -> Placement:
@@ -195,27 +193,29 @@ def nixl_here(monkeypatch):
 @pytest.mark.parametrize("trainer", ["cpu", "GPU-1"])
 @pytest.mark.parametrize("found", ["cpu", "GPU-1", "GPU-2", "cuda"])
 def test_rdma_reaches_engines_of_any_host_and_device_that_have_nixl(nixl_here, trainer: str, found: str) -> None:
-    place = placement([trainer] * 2, engine(found, found, remote=True, host="another"), primitive="rdma")
-    spec = choose_transport("direct", place)
-    assert (spec.name, spec.primitive, spec.scattered, spec.shares_memory) == ("direct", "rdma", True, True)
+    place = placement([trainer] * 2, engine(found, found, remote=True, host="another"))
+    spec = choose_transport("rdma", place)
+    assert (spec.name, spec.primitive, spec.scattered, spec.shares_memory) == ("rdma", "rdma", True, True)
     assert choose_receivers(spec, place) == (0, 1)
 
 
 def test_auto_never_takes_rdma(nixl_here) -> None:
     place = placement(["cpu"], engine("cpu", remote=True, host="another"))
     assert choose_transport("direct", place).primitive == "messages"
+    assert choose_transport("auto", place).name == "broadcast"
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (placement(["cpu"], engine("cpu"), primitive="rdma"), "http://e0 .* NIXL is not installed in the engine"),
-        (placement(["GPU-1"], engine("GPU-2"), primitive="rdma"), "http://e0 .* NIXL is not installed in the engine"),
+        (placement(["cpu"], engine("cpu")), "http://e0 .* NIXL is not installed in the engine"),
+        (placement(["GPU-1"], engine("GPU-2")), "http://e0 .* NIXL is not installed in the engine"),
+        (placement(["cpu"], engine("cpu", transports=("ipc",), remote=True)), "takes no update by rdma, only by ipc"),
     ],
 )
 def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Placement, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        choose_transport("direct", place)
+        choose_transport("rdma", place)
 
 
 def test_a_folder_has_no_shards_to_send_and_the_hint_is_for_push_too(tmp_path: Path) -> None:
@@ -231,21 +231,24 @@ def test_a_folder_has_no_shards_to_send_and_the_hint_is_for_push_too(tmp_path: P
 def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="NIXL is not installed in this process"):
-        choose_transport("direct", placement(["cpu"], engine("cpu", remote=True), primitive="rdma"))
+        choose_transport("rdma", placement(["cpu"], engine("cpu", remote=True)))
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("found", "names"),
     [
-        (engine("cpu", remote=True), "rdma, relay, mixed, messages can be used; auto does not take it"),
-        (engine("cpu"), "relay, mixed, messages can be used; auto does not take it"),
-        (engine("GPU-1", remote=True), "rdma, relay, mixed, messages can be used; auto does not take it"),
+        (engine("cpu", remote=True), ["direct", "rdma"]),
+        (engine("cpu"), ["direct"]),
+        (engine("GPU-1", remote=True), ["direct", "rdma"]),
     ],
 )
-def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, found, words) -> None:
+def test_doctor_names_rdma_where_both_sides_have_it(nixl_here, found, names) -> None:
     checks = [Check(name="ipc", level="warn", text=""), Check(name="rendezvous", level="ok", text="")]
-    [check] = diagnose._scattered(checks, found)
-    assert check.text == f"{words}; mixed takes from trainer ranks on this host rank 0 by messages"
+    direct, *rest = diagnose._scattered(checks, found)
+    by = "from trainer ranks on this host rank 0 by messages"
+    assert direct.text == f"can be used, {by}; auto does not take it"
+    assert [check.name for check in (direct, *rest)] == names
+    assert [check.text for check in rest] == ["can be used; auto does not take it"] * len(rest)
 
 
 def test_doctor_says_by_which_way_trainer_ranks_here_reach_each_rank() -> None:
@@ -260,4 +263,4 @@ def test_doctor_says_by_which_way_trainer_ranks_here_reach_each_rank() -> None:
     [check] = diagnose._scattered(checks, found)
     here = hosts[0][:4]
     words = f"rank 0 on host {here}, rank 2 on host {here} by memory and rank 1 on host b by messages"
-    assert check.text.endswith(f"mixed takes from trainer ranks on this host {words}")
+    assert check.text == f"can be used, from trainer ranks on this host {words}; auto does not take it"

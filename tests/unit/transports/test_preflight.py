@@ -10,7 +10,7 @@ import pytest
 
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.transports.preflight import check_first_version, check_fits
+from weightcast.transports.preflight import check_fits, tell_served
 from weightcast.wire.layout import TensorSpec
 
 
@@ -83,7 +83,7 @@ def at(*versions: int | None) -> Any:
 )
 def test_a_served_version_is_a_warning_only_if_engines_serve_different_ones(caplog, versions, level):
     caplog.set_level(logging.DEBUG, "weightcast")
-    check_first_version(at(*versions), UpdateConfig())
+    tell_served(at(*versions), UpdateConfig())
     assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
     if level is not None:
         assert " serves version 7" in caplog.text
@@ -93,5 +93,5 @@ def test_a_served_version_is_a_warning_only_if_engines_serve_different_ones(capl
 
 def test_versions_that_may_be_older_are_not_spoken_of(caplog):
     caplog.set_level(logging.DEBUG, "weightcast")
-    check_first_version(at(7, 3), UpdateConfig(allow_older=True))
+    tell_served(at(7, 3), UpdateConfig(allow_older=True))
     assert caplog.records == []

@@ -1,11 +1,11 @@
-"""A partial proof is reported as ``partial`` and refused below ``min_proven_share``."""
+"""A partial proof is reported as ``partial`` and refused with ``strict``."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.helpers.models import ScalingModel
 from tests.helpers.roster import info
@@ -13,12 +13,12 @@ from tests.helpers.session_bench import Bench
 from tests.helpers.sessions import Sender
 from tests.unit.receiver.test_rank import NEW, receiver_of
 from weightcast.adapters.registry import adapter_for
-from weightcast.cli.app import app
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError, VerificationFailed
 from weightcast.report import UpdateReport
 from weightcast.transports.link import Link
-from weightcast.transports.outcome import Outcome, check_share
+from weightcast.transports.outcome import Outcome
+from weightcast.transports.preflight import check_proof, check_read_back
 from weightcast.wire.answers import Ack
 
 DIGEST = "0" * 16
@@ -66,22 +66,35 @@ def test_report_row_without_a_proven_tensor_has_proof_none(link):
     assert (row.proof, row.proven, row.unproven) == ("none", 0, 999)
 
 
-@pytest.mark.parametrize(("share", "good"), [(1.0, False), (0.9991, False), (0.999, True), (0.0, True)])
-def test_share_below_the_minimum_is_refused(link, share, good):
-    if good:
-        check_share(link, 1000, NAMES[:1], share)
-        return
-    with pytest.raises(VerificationFailed, match=r"999 of 1000 tensors.*w0") as caught:
-        check_share(link, 1000, NAMES[:1], share)
+def test_tensors_that_cannot_be_read_back_are_named_once(link, caplog):
+    for names in (NAMES[:8], NAMES[:8], (), NAMES[:1]):
+        check_read_back(link, names, UpdateConfig())
+    first, second = [record.getMessage() for record in caplog.records]
+    count = len(link.info.specs)
+    assert f"http://u: 8 of {count} tensors cannot be proven resident" in first
+    assert "w0, w1, w2, w3, w4, w5" in first
+    assert "w0" in second
+    with pytest.raises(VerificationFailed, match=r"and strict=True asks for it: .*w0") as caught:
+        check_read_back(link, NAMES[:1], UpdateConfig(strict=True))
     assert caught.value.names == ("w0",)
-    assert "min_proven_share=0.999 " in str(caught.value.hint)
+    for level in ("none", "received"):
+        check_read_back(link, NAMES[:1], UpdateConfig(strict=True, verify=level))
+    check_read_back(link, (), UpdateConfig(strict=True))
 
 
-def test_share_must_be_between_0_and_1(link):
-    for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ConfigError, match="min_proven_share"):
-            UpdateConfig(min_proven_share=share)
-    check_share(link, 0, (), 1.0)
+@pytest.mark.parametrize("level", ["received", "resident"])
+def test_an_engine_that_can_prove_nothing_is_named_or_refused(caplog, level):
+    stock = info("sglang")
+    client = SimpleNamespace(target=SimpleNamespace(url="http://u"))
+    link = Link(client=client, adapter=adapter_for(stock), info=stock)
+    words = rf"http://u \(.*\) cannot prove that weights are {level}"
+    for _ in range(2):
+        check_proof(link, UpdateConfig(verify=level))
+    [record] = caplog.records
+    assert re.search(words, record.getMessage())
+    with pytest.raises(ConfigError, match=f"{words}, and strict=True asks for it"):
+        check_proof(link, UpdateConfig(verify=level, strict=True))
+    check_proof(link, UpdateConfig(verify="none", strict=True))
 
 
 def test_engine_lists_unprovable_tensors_at_open():
@@ -90,7 +103,3 @@ def test_engine_lists_unprovable_tensors_at_open():
     bench.ranks.receivers[0] = receiver_of(ScalingModel())
     assert bench.tell(Sender(NEW).open).unproven == ("norm.weight",)
     bench.close()
-
-
-def test_push_has_the_option_min_proven_share():
-    assert "--min-proven-share" in CliRunner().invoke(app, ["push", "--help"], env={"COLUMNS": "200"}).output

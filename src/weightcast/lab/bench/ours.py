@@ -19,6 +19,7 @@ from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.lab.bench.counting import Counting
 from weightcast.lab.bench.methods import EngineSide, TrainerSide
 from weightcast.lab.bench.raw import synchronize
+from weightcast.lab.connect import connect
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.beside_steps import BesideSteps
 from weightcast.receiver.engine_state import EngineFacts
@@ -59,9 +60,7 @@ class Trainer:
         """Connects to the engines."""
         urls = [pipe.receive() for pipe in self._side.pipes]
         listeners = self.listeners()
-        self._updater = WeightUpdater.connect(
-            self._side.model, [Target(url) for url in urls], on_event=listeners, **self._options
-        )
+        self._updater = connect(self._side.model, [Target(url) for url in urls], on_event=listeners, **self._options)
 
     def listeners(self) -> Sequence[Listener]:
         """Returns the listeners of the trainer's events."""

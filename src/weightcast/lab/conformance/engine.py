@@ -16,13 +16,14 @@ import msgspec
 
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import device_of, host_id
-from weightcast.config import Target
+from weightcast.config import AdvancedOptions, Target
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.answers import Dialect, Stream, dialect_of
 from weightcast.lab.conformance.result import NotApplicable, need
 from weightcast.lab.conformance.trainer import Job
+from weightcast.lab.connect import connect
 from weightcast.report import UpdateReport
 from weightcast.transports.registry import TRANSPORTS
 from weightcast.update.arguments import Model
@@ -143,15 +144,16 @@ class EngineUnderTest:
         return self._last_version
 
     def connect(self, model: Model, **options: Any) -> WeightUpdater:
-        """Connects an updater; ``options`` are those of ``WeightUpdater.connect``."""
+        """Connects an updater; ``options`` are those of ``lab.connect``."""
         settings: dict[str, Any] = {
             "transport": self.settings.transport,
             "timeout_s": self.settings.timeout_s,
             "bucket_bytes": self.bucket_bytes,
         }
+        advanced: AdvancedOptions = {"alone": True}
         if loads_folders(str(options.get("transport", self.settings.transport))):
-            settings["disk_folder"] = tempfile.gettempdir()
-        return WeightUpdater.connect(model, [self.target], alone=True, **settings | options)
+            advanced["disk_folder"] = tempfile.gettempdir()
+        return connect(model, [self.target], advanced=advanced, **settings | options)
 
     def push(self, name: Name, **options: Any) -> UpdateReport:
         """Updates the engine to a checkpoint.

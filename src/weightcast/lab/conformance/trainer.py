@@ -33,8 +33,8 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.state_dict import StateDictExporter
+from weightcast.lab.connect import connect
 from weightcast.report import UpdateReport
-from weightcast.update.updater import WeightUpdater
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
@@ -53,7 +53,7 @@ class Job:
         target: The engine.
         checkpoint: Folder of the weights.
         version: Version of the update.
-        options: Further options of ``WeightUpdater.connect``.
+        options: Further options of ``lab.connect``.
         place: UUID of the device of the weights, or ``cpu``.
         num_ranks: Number of trainer ranks.
         fate: ``dies``: a rank is killed in the middle of the update.  ``lies``: the bytes that engines get from a rank
@@ -148,7 +148,7 @@ def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> Non
             dist.init_process_group("gloo", init_method=address, rank=rank, world_size=job.num_ranks)
             report = _update(job, _sharded(job, rank))
         else:
-            report = _update(job, CheckpointExporter(job.checkpoint), alone=True, progress=_killer(job))
+            report = _update(job, CheckpointExporter(job.checkpoint), advanced={"alone": True}, progress=_killer(job))
         pipe.send(Ended("done", report=report))
     except ConfigError as error:
         pipe.send(Ended("refused", f"{type(error).__name__}: {error}"))
@@ -171,7 +171,7 @@ def _let_nobody_inherit_files() -> None:
 
 
 def _update(job: Job, model: Any, **more: Any) -> UpdateReport:
-    with WeightUpdater.connect(model, [job.target], **job.options, **more) as updater:
+    with connect(model, [job.target], **job.options, **more) as updater:
         return updater.update(version=job.version)
 
 
