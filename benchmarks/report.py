@@ -74,19 +74,21 @@ def _stalls(step: Result) -> float:
     return max(stall) if isinstance(stall, list) else stall
 
 
-def vllm(title: str, case: str, step: str, *files: str, ranks: int = 1) -> Row:
-    """Makes a row from runs of vLLM; files after the first count for vLLM's own sender alone."""
+def engine(title: str, case: str, step: str, *files: str, ranks: int = 1) -> Row:
+    """Makes a row from runs of ``engines.py``; files after the first count for the engine's own sender alone."""
     result = read(files[0])
     steps = _steps(result, case, step)
     way, _, pause = step.partition(", 32 streams, ")
     gaps = _steps(result, case, f"gaps, {way}, {pause}")
     theirs: list[float] = []
+    by = "vLLM's own sender"
     load = "32 streams" if pause else "idle"
     for name in files:
         for each in read(name)["steps"]:
-            said = str(each.get("step", "")).lower()
-            if each.get("case") == case and said == f"vllm's own sender, {load}" and "update_s" in each:
+            said = str(each.get("step", ""))
+            if each.get("case") == case and said.endswith(f"'s own sender, {load}") and "update_s" in each:
                 theirs.append(later(each["update_s"]))
+                by = said.partition(",")[0]
     rate = result.get("copy_bytes_per_s")
     return Row(
         title=title,
@@ -94,7 +96,7 @@ def vllm(title: str, case: str, step: str, *files: str, ranks: int = 1) -> Row:
         files=files,
         limit=steps[0]["bytes"] / rate if rate and ranks == 1 and not pause else None,
         other=min(theirs, default=None),
-        by="vLLM's own sender",
+        by=by,
         stall=later([_stalls(each) for each in steps]),
         gap=later(_longest(gaps[0])) if pause and gaps else None,
     )
@@ -195,8 +197,8 @@ _IDLE, _LOADED = "direct, idle, in_place", "direct, 32 streams, in_place"
 
 def same_gpu() -> list[Row]:
     return [
-        vllm("vLLM 0.25.1, Qwen3-8B, 16 GB", "8b", _IDLE, "gpu-vllm-8b-sender-h200"),
-        vllm(
+        engine("vLLM 0.25.1, Qwen3-8B, 16 GB", "8b", _IDLE, "gpu-vllm-8b-sender-h200"),
+        engine(
             "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB",
             "moe",
             _IDLE,
@@ -262,14 +264,14 @@ def more_engines() -> list[Row]:
 def streams() -> list[Row]:
     loaded, kept = "direct, 32 streams, retract", "ipc, 32 streams, in_place"
     return [
-        vllm("vLLM, Qwen3-8B, `in_place`", "8b", _LOADED, "gpu-vllm-8b-gaps-h200"),
-        vllm("vLLM, Qwen3-8B, `retract`", "8b", loaded, "gpu-vllm-8b-h200"),
-        vllm("vLLM, Qwen3-8B, `abort`", "8b", "direct, 32 streams, abort", "gpu-vllm-8b-h200"),
-        vllm("vLLM, Qwen3-8B, `ipc`, `in_place`", "8b", kept, "gpu-vllm-8b-gaps-h200"),
-        vllm('vLLM, experts, `"warm_up": true`, `in_place`', "moe", _LOADED, "gpu-vllm-experts-warm-h200"),
-        vllm('vLLM, experts, `"warm_up": true`, `retract`', "moe", loaded, "gpu-vllm-experts-warm-h200"),
-        vllm("vLLM, Qwen3-8B, `--enable-sleep-mode`, `in_place`", "8b", _LOADED, "gpu-vllm-sleep-8b-h200"),
-        vllm("vLLM, experts, `--enable-sleep-mode`, `in_place`", "moe", _LOADED, "gpu-vllm-sleep-experts-h200"),
+        engine("vLLM, Qwen3-8B, `in_place`", "8b", _LOADED, "gpu-vllm-8b-gaps-h200"),
+        engine("vLLM, Qwen3-8B, `retract`", "8b", loaded, "gpu-vllm-8b-h200"),
+        engine("vLLM, Qwen3-8B, `abort`", "8b", "direct, 32 streams, abort", "gpu-vllm-8b-h200"),
+        engine("vLLM, Qwen3-8B, `ipc`, `in_place`", "8b", kept, "gpu-vllm-8b-gaps-h200"),
+        engine('vLLM, experts, `"warm_up": true`, `in_place`', "moe", _LOADED, "gpu-vllm-experts-warm-h200"),
+        engine('vLLM, experts, `"warm_up": true`, `retract`', "moe", loaded, "gpu-vllm-experts-warm-h200"),
+        engine("vLLM, Qwen3-8B, `--enable-sleep-mode`, `in_place`", "8b", _LOADED, "gpu-vllm-sleep-8b-h200"),
+        engine("vLLM, experts, `--enable-sleep-mode`, `in_place`", "moe", _LOADED, "gpu-vllm-sleep-experts-h200"),
         sglang(
             "SGLang, Qwen3-8B, `in_place`",
             "qwen3-8b",
@@ -288,14 +290,14 @@ def streams() -> list[Row]:
 def quantised() -> list[Row]:
     eight, experts, blocks = "gpu-vllm-fp8-8b-h200", "gpu-vllm-fp8-experts-h200", "gpu-vllm-fp8-blocks-8b-h200"
     return [
-        vllm("online fp8, Qwen3-8B, idle", "8b-online", _IDLE, eight),
-        vllm("online fp8, Qwen3-8B, 32 streams", "8b-online", _LOADED, eight),
-        vllm("the same, derived at the commit, idle", "8b-online", _IDLE, "gpu-vllm-fp8-8b-at-commit-h200"),
-        vllm("online fp8, experts, idle", "moe-online", _IDLE, experts),
-        vllm("online fp8, experts, 32 streams", "moe-online", _LOADED, experts),
-        vllm("the same, derived at the commit, idle", "moe-online", _IDLE, "gpu-vllm-fp8-experts-at-commit-h200"),
-        vllm("checkpoint in blocks, Qwen3-8B, `ipc`, idle", "8b-blocks", "ipc, idle, in_place", blocks),
-        vllm("checkpoint in blocks, Qwen3-8B, `ipc`, 32 streams", "8b-blocks", "ipc, 32 streams, in_place", blocks),
+        engine("online fp8, Qwen3-8B, idle", "8b-online", _IDLE, eight),
+        engine("online fp8, Qwen3-8B, 32 streams", "8b-online", _LOADED, eight),
+        engine("the same, derived at the commit, idle", "8b-online", _IDLE, "gpu-vllm-fp8-8b-at-commit-h200"),
+        engine("online fp8, experts, idle", "moe-online", _IDLE, experts),
+        engine("online fp8, experts, 32 streams", "moe-online", _LOADED, experts),
+        engine("the same, derived at the commit, idle", "moe-online", _IDLE, "gpu-vllm-fp8-experts-at-commit-h200"),
+        engine("checkpoint in blocks, Qwen3-8B, `ipc`, idle", "8b-blocks", "ipc, idle, in_place", blocks),
+        engine("checkpoint in blocks, Qwen3-8B, `ipc`, 32 streams", "8b-blocks", "ipc, 32 streams, in_place", blocks),
     ]
 
 
@@ -304,7 +306,7 @@ def lora() -> list[Row]:
     folder = [each["update_s"] for each in _steps(read(name), "8b-lora", "folder, idle, a new name")]
     return [
         replace(
-            vllm("an adapter of rank 32, 175 MB, idle", "8b-lora", "idle, 1 adapters, in_place", name),
+            engine("an adapter of rank 32, 175 MB, idle", "8b-lora", "idle, 1 adapters, in_place", name),
             limit=None,
             other=statistics.median(folder),
         )
