@@ -55,7 +55,7 @@ def machine() -> dict[str, str]:
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(len(os.sched_getaffinity(0))),
         "gpus": ", ".join(gpus) or "none",
     }
