@@ -57,8 +57,7 @@ class _Group(TyperGroup):
         path = context.command_path if context is not None else "weightcast"
         text = error.format_message().rstrip(".")
         hint = f"see `{path} --help`"
-        if path.endswith(" push"):
-            hint = options.instead_of(getattr(error, "option_name", "")) or hint
+        hint = options.instead_of(path.rpartition(" ")[2], getattr(error, "option_name", "")) or hint
         told = ConfigError(f"{text[:1].lower()}{text[1:]}", hint=hint)
         show_error(told, as_json=as_json, with_stack=False)
 

@@ -179,8 +179,12 @@ def advanced(given: Sequence[str] | None) -> AdvancedOptions:
     return cast("AdvancedOptions", found)
 
 
-def instead_of(flag: str) -> str:
-    """Words that say how to write a flag of ``push`` that is gone; empty for others."""
+def instead_of(command: str, flag: str) -> str:
+    """Words that say how to write a flag of a command that is gone; empty for others."""
+    if command == "demo" and flag in ("--engine", "--engine-python"):
+        return "leave it out: the demo runs the reference engine; examples/rl_disaggregated.py --engine vllm has vLLM"
+    if command != "push":
+        return ""
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     name = "rendezvous_host" if name == "rendezvous" else name
     if name in AdvancedOptions.__annotations__:

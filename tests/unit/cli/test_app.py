@@ -287,3 +287,9 @@ def test_a_quick_demo_takes_fewer_steps_in_both_modes(arguments, steps, monkeypa
     monkeypatch.setattr(demo, "run_demo", lambda config, console: asked.append(config) or 0)
     assert run("demo", "--out", tmp_path, *arguments).exit_code == 0
     assert [(config.steps, config.modes) for config in asked] == [(steps, ("colocated", "disaggregated"))]
+
+
+def test_the_demo_says_where_vllm_is():
+    result = run("demo", "--engine", "vllm")
+    assert "examples/rl_disaggregated.py --engine vllm" in result.stderr
+    assert result.exit_code == 2
