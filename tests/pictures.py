@@ -16,8 +16,8 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from tests.e2e.engines import engines, weightcast
 from tests.helpers import browser, perfetto_ui
+from tests.helpers.engines import engines, weightcast
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.cli.status_watch import TokenRates, table_of
 from weightcast.config import Target

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
+from tests.helpers.engines import NO_KEEP_ALIVE
 from tests.helpers.sglang_globals import GLOBALS
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed

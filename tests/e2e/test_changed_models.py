@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.e2e.engines import Engine
+from tests.helpers.engines import Engine
 from tests.helpers.harness import connect, next_version, serves_whole, set_shards, trainer_of
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model, tiny_tokenizer

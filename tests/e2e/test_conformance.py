@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import ENVIRONMENT, Engine, engines
 from tests.helpers.commands import run
+from tests.helpers.engines import ENVIRONMENT, Engine, engines
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.lab.conformance import direct, updates

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, engines, weightcast
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine, engines, weightcast
 from tests.helpers.stolen import Inexcusable
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater

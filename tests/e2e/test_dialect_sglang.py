@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, engines, weightcast
+from tests.helpers.engines import Engine, engines, weightcast
 from tests.helpers.stolen import Inexcusable
 from tests.helpers.tiny import greedy, tiny_model
 from weightcast import Target, WeightUpdater

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import engines
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import engines
 from tests.helpers.harness import (
     SMALL_BUCKETS,
     ToyTrainer,

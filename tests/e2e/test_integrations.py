@@ -36,7 +36,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
-    from tests.e2e.engines import engines
+    from tests.helpers.engines import engines
 
     tiny_model(tmp_path / "other", seed=1)  # it starts on other weights than the trainer's
     with engines(tmp_path / "other", tmp_path, {}) as [started]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from tests.e2e.engines import ENVIRONMENT, engines
 from tests.helpers.commands import COMMAND, run
+from tests.helpers.engines import ENVIRONMENT, engines
 
 pytestmark = pytest.mark.wide  # a model of 150 MiB, in three processes
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.e2e import engines as reference
 from tests.e2e.test_direct import in_shared_memory, needs_nixl, sharded
+from tests.helpers import engines as reference
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of, unnamed_s
 from tests.helpers.hosts import become_another_user

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import engines
+from tests.helpers.engines import engines
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater

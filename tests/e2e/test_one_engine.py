@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.engines import Engine, engines, push, weightcast
+from tests.helpers.engines import Engine, engines, push, weightcast
 from tests.helpers.tiny import tiny_model
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError

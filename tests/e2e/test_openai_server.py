@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.commands import Started
+from tests.helpers.engines import NO_KEEP_ALIVE
 from tests.helpers.procs import wait_until_gone
 from tests.helpers.server_events import lines_of
 from tests.helpers.tiny import VOCAB, greedy, tiny_model, tiny_tokenizer

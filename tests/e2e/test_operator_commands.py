@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.e2e.engines import ENVIRONMENT, Engine, completion, engines
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import ENVIRONMENT, Engine, completion, engines
 from tests.helpers.pages import check_alone
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from tests.helpers.trace_format import check_format

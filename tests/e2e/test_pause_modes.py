@@ -21,8 +21,8 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.helpers.clock import PATIENCE_S, wait_until
+from tests.helpers.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.helpers.harness import BeforeCommit
 from tests.helpers.ranks import Ranks
 from tests.helpers.server_events import lines_of

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import Engine, completion, engines, weightcast
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine, completion, engines, weightcast
 from tests.helpers.harness import wait_for
 from tests.helpers.server_events import lines_of
 from tests.helpers.tiny import tiny_model, tiny_tokenizer

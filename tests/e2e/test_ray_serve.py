@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.engines import Engine, push
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine, push
 from tests.helpers.tiny import greedy, tiny_model
 
 

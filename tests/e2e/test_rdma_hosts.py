@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import Engine
 from tests.e2e.test_relay_hosts import start
+from tests.helpers.engines import Engine
 from tests.helpers.harness import wait_for
 from tests.helpers.hosts import Host, cannot, enter, hosts, show_interfaces
 from tests.helpers.ranks import Ranks

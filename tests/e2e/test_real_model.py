@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.engines import Engine, engines, push, status, verify
 from tests.helpers.commands import context
+from tests.helpers.engines import Engine, engines, push, status, verify
 from weightcast.lab.demo.smollm2 import ensure_smollm2
 
 # test_vllm_short.py pushes the same model to vLLM, and test_reference_engine.py tiny ones to three ranks.

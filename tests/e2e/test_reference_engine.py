@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import Engine, engines, push, shortfall, status, verify, weightcast
+from tests.helpers.engines import Engine, engines, push, shortfall, status, verify, weightcast
 from tests.helpers.harness import on_every_rank
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer

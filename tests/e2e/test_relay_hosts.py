@@ -15,7 +15,7 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import ANSWER_S, ENVIRONMENT, NO_KEEP_ALIVE, Engine
+from tests.helpers.engines import ANSWER_S, ENVIRONMENT, NO_KEEP_ALIVE, Engine
 from tests.helpers.hosts import Host, cannot, hosts
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import Engine, weightcast
 from tests.helpers.certificates import Authority
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.commands import context
+from tests.helpers.engines import Engine, weightcast
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target
 from weightcast.exporters.checkpoint import CheckpointExporter

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import ENVIRONMENT, Engine, engines, weightcast
+from tests.helpers.engines import ENVIRONMENT, Engine, engines, weightcast
 from weightcast.config import UpdateConfig
 from weightcast.digest.definition import tensor_digest
 

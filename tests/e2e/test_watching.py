@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import ENVIRONMENT, Engine, engines
+from tests.helpers.engines import ENVIRONMENT, Engine, engines
 from tests.helpers.harness import wait_for
 from tests.helpers.metrics import Series, series
 from tests.helpers.tiny import tiny_model, tiny_tokenizer

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engines import Engine, engines
 from tests.engines.lmdeploy_receiver_server import lmdeploy
 from tests.engines.sglang_server import sglang
 from tests.engines.vllm_server import vllm
+from tests.helpers.engines import Engine, engines
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.lab.conformance.engine import Settings

@@ -17,11 +17,11 @@ import httpx
 import psutil
 import torch
 
-from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
 from tests.engines.overlays import HTTP_PARSER, RAY, RAY_SETTINGS, overlay, with_wheels
 from tests.engines.sglang_load import Stream
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import NO_KEEP_ALIVE, Engine
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0

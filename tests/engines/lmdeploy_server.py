@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import Forked, start
 from tests.engines.overlays import overlay
+from tests.helpers.engines import NO_KEEP_ALIVE
 from tests.helpers.harness import wait_for
 
 VERSIONS = ("0.18.0", "0.16.0")

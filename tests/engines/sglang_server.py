@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import NO_KEEP_ALIVE, Engine, stop_all
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import start
 from tests.engines.overlays import overlay, receiver_path, with_wheels
+from tests.helpers.engines import NO_KEEP_ALIVE, Engine, stop_all
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine
 from tests.e2e.test_relay_hosts import start as start_reference
 from tests.engines import training
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
@@ -23,6 +22,7 @@ from tests.engines.test_vllm_short import said_by
 from tests.engines.vllm_hosts import vllm_on
 from tests.engines.vllm_server import greedy_tokens
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine
 from tests.helpers.harness import wait_for
 from tests.helpers.hosts import INTERFACE, Host, cannot, enter, hosts
 from tests.helpers.ranks import Ranks

@@ -19,13 +19,13 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from tests.e2e.engines import Engine, weightcast
 from tests.e2e.test_peer_copy import Streaming, at_first_chunk
 from tests.e2e.test_peer_copy import relay as passing_chunks
 from tests.engines import sglang_server, test_sglang_cpu, test_vllm_cpu, training, vllm_server
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS
 from tests.engines.test_vllm_short import said_by
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine, weightcast
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 

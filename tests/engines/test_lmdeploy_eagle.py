@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine
 from tests.engines.eagle_heads import Weights, after, follow, lmdeploy_head, share
 from tests.engines.lmdeploy_receiver_server import EOS, LmdeployStream, fresh, lmdeploy
+from tests.helpers.engines import Engine
 from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, weightcast
 from tests.e2e.test_peer_copy import at_first_chunk
 from tests.e2e.test_peer_copy import relay as passing_chunks
 from tests.engines.lmdeploy_receiver_server import (
@@ -34,6 +33,7 @@ from tests.engines.lmdeploy_receiver_server import (
 from tests.engines.overlays import HOST_WEB, NEWEST_WEB
 from tests.engines.test_sglang_cpu import nudge
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine, weightcast
 from tests.helpers.harness import BeforeCommit, wait_for
 from tests.helpers.metrics import series
 from tests.helpers.raycluster import HEAD, HIGH, LOW

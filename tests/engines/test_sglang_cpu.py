@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, weightcast
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
+from tests.helpers.engines import Engine, weightcast
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine
 from tests.engines.eagle_heads import Weights, after, follow, sglang_head, share
 from tests.engines.sglang_server import generate, sglang
 from tests.engines.test_sglang_cpu import PROMPTS
+from tests.helpers.engines import Engine
 from tests.helpers.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError

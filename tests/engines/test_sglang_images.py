@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.e2e.engines import Engine
 from tests.engines.sglang_server import sglang
+from tests.helpers.engines import Engine
 from tests.helpers.vision import made
 from weightcast import WeightUpdater
 from weightcast.errors import WeightcastError

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engines import Engine
 from tests.engines.sglang_load import Stream, wait_until_waiting
 from tests.engines.sglang_server import greedy_tokens, sglang
 from tests.engines.test_sglang_cpu import DENSE, nudge
+from tests.helpers.engines import Engine
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError

@@ -20,7 +20,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.e2e.engines import Engine, weightcast
 from tests.engines.overlays import HOST_WEB, NEWEST_WEB, NIXL
 from tests.engines.sglang_load import Stream, wait_until_waiting
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
@@ -28,6 +27,7 @@ from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, n
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
 from tests.engines.trainer import update_directly
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine, weightcast
 from tests.helpers.harness import BeforeCommit, wait_for
 from tests.helpers.metrics import series
 from tests.helpers.ranks import Ranks

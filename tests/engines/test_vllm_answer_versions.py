@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.test_vllm_in_flight import plug_in
 from tests.engines.vllm_server import vllm
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import Engine
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter

@@ -21,10 +21,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.engines import ENVIRONMENT, Engine, push, shortfall, verify
 from tests.engines.test_vllm_cpu import COUNT, DOOMED, PROMPTS, SIZES
 from tests.engines.vllm_server import vllm
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import ENVIRONMENT, Engine, push, shortfall, verify
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import WeightcastError

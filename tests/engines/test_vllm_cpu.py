@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import ENVIRONMENT, Engine, push, verify, weightcast
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import ENVIRONMENT, Engine, push, verify, weightcast
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.cli.options import DIFFERS, USAGE

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine, push, verify
 from tests.engines.eagle_heads import Weights, made, share
 from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.test_vllm_draft import UPDATE
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.helpers.engines import Engine, push, verify
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, WeightcastError
 

@@ -18,7 +18,6 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import ENVIRONMENT, Engine, verify
 from tests.engines import training
 from tests.engines.test_colocated_hosts import job_on
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
@@ -27,6 +26,7 @@ from tests.engines.test_vllm_lora import adapted, expected, says, send
 from tests.engines.test_vllm_short import said_by
 from tests.engines.vllm_hosts import SECRET, START_S, engine_of, nodes
 from tests.engines.vllm_server import greedy_tokens
+from tests.helpers.engines import ENVIRONMENT, Engine, verify
 from tests.helpers.hosts import Host, appear_on, cannot, hosts
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.e2e.engines import Engine, push, verify
 from tests.engines.environment import engine_python
 from tests.engines.overlays import overlay
 from tests.engines.vllm_server import vllm, vllm_command
+from tests.helpers.engines import Engine, push, verify
 from tests.helpers.vision import made, says
 from weightcast import WeightUpdater
 from weightcast.errors import WeightcastError

@@ -15,12 +15,12 @@ from typing import Any
 import peft
 import pytest
 
-from tests.e2e.engines import ENVIRONMENT, Engine, push, status
 from tests.engines import torch_experts
 from tests.engines.environment import ROOT
 from tests.engines.expert_adapters import ExpertAdapters, train
 from tests.engines.test_vllm_cpu import COUNT, SIZES
 from tests.engines.vllm_server import vllm, vllm_command
+from tests.helpers.engines import ENVIRONMENT, Engine, push, status
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError

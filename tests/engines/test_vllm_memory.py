@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.helpers.engines import Engine, push, status, verify, weightcast
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target
 from weightcast.exporters.checkpoint import CheckpointExporter

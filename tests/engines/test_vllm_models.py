@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import Engine, push, status, weightcast
 from tests.engines import forked
 from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.vllm_server import IMPORTED, vllm, vllm_command
+from tests.helpers.engines import Engine, push, status, weightcast
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

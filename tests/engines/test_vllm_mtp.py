@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.e2e.engines import push, verify
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS
 from tests.engines.test_vllm_draft import UPDATE, share
 from tests.engines.vllm_server import vllm
+from tests.helpers.engines import push, verify
 from tests.helpers.tiny import VOCAB, greedy, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine, push, status, verify
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
 from tests.engines.vllm_server import vllm
+from tests.helpers.engines import Engine, push, status, verify
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 

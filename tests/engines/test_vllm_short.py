@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.overlays import NIXL
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
 from tests.engines.trainer import update_directly, update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.helpers.clock import AMPLE_S, PATIENCE_S
+from tests.helpers.engines import Engine, push, status, verify, weightcast
 from tests.helpers.harness import wait_for
 from tests.helpers.metrics import series
 from tests.helpers.ranks import Ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import push, verify
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.helpers.engines import push, verify
 from tests.helpers.tiny import tiny_model, tiny_tokenizer, two_checkpoints
 
 pytestmark = [pytest.mark.engine]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import Engine, push, weightcast
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.helpers.engines import Engine, push, weightcast
 from tests.helpers.tiny import tiny_model, tiny_tokenizer, two_checkpoints
 
 pytestmark = [pytest.mark.engine]

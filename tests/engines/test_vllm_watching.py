@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import push
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.test_vllm_short import check_metrics
 from tests.engines.vllm_server import vllm, vllm_command
+from tests.helpers.engines import push
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.update.observe import Observer

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.e2e.engines import Engine
 from tests.engines.environment import LISTS, engine_python
 from tests.engines.forked import Forked, start
 from tests.engines.overlays import RAY, RAY_SETTINGS, overlay
 from tests.engines.vllm_server import IMPORTED, as_command, vllm_command
+from tests.helpers.engines import Engine
 from tests.helpers.hosts import INTERFACE, Host
 from tests.helpers.procs import end
 from weightcast.comm.ports import quiet_port

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import engine_python
 from tests.engines.forked import start
 from tests.engines.overlays import receiver_path, with_wheels
+from tests.helpers.engines import NO_KEEP_ALIVE, Engine
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0

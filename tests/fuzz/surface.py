@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.e2e.engines import Engine
+from tests.helpers.engines import Engine
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
 KEY = "sesame"

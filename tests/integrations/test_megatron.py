@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.engines import engines
+from tests.helpers.engines import engines
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.integrations.environment import trainer_python
 from tests.integrations.script import run_script

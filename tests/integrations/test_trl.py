@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.engines import engines
+from tests.helpers.engines import engines
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from tests.integrations.environment import trainer_python
 from tests.integrations.script import run_script

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import engines
 from tests.engines.environment import QUICK, ROOT, engine_python, engine_sources
 from tests.engines.overlays import overlay
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.helpers.engines import engines
 from tests.helpers.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.integrations.script import run_script
 from weightcast.digest.definition import tensor_digest

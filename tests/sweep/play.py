@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import torch
 
-from tests.e2e.engines import Engine
 from tests.engines.environment import engine_python
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import STANDINS, sglang
 from tests.engines.vllm_server import vllm, vllm_command
+from tests.helpers.engines import Engine
 from tests.sweep.models import FAMILIES, build, save
 from weightcast import Target, WeightUpdater
 from weightcast.errors import WeightcastError
