@@ -74,7 +74,7 @@ def test_a_failure_on_a_machine_that_was_not_ours_is_looked_at_again(pytester, s
     root = Path(__file__).parents[2]
     pytester.makeconftest(
         f"import psutil, sys, time; sys.path.insert(0, {str(root)!r})\n"
-        "from tests import stolen\n"
+        "from tests.helpers import stolen\n"
         "from tests.helpers.stolen import pytest_runtest_protocol, pytest_terminal_summary\n"
         f"stolen.stolen_s = lambda: {stolen}\n"
         f"stolen.idle_s = lambda: {idle}\n"
