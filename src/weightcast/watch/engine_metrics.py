@@ -19,7 +19,7 @@ class _Instruments:
     def __init__(self) -> None:
         self.update_seconds = seconds_by(
             "weightcast_engine_update_seconds",
-            "Seconds of a committed update by phase, on the slowest rank; phase total is the whole session.",
+            "Seconds of a committed update by phase, on the slowest rank; phase total is all of it.",
             ["model_name", "phase", "transport"],
         )
         self.stall_seconds = seconds_by(
@@ -32,9 +32,9 @@ class _Instruments:
             "Bytes of weights that each rank has received, by transport.",
             ["model_name", "transport"],
         )
-        self.started = counted("weightcast_engine_updates_started", "Sessions that were opened.", ["model_name"])
+        self.started = counted("weightcast_engine_updates_started", "Updates that were begun.", ["model_name"])
         self.finished = counted(
-            "weightcast_engine_updates_finished", "Sessions that are over, by outcome.", ["model_name", "outcome"]
+            "weightcast_engine_updates_finished", "Updates that are over, by outcome.", ["model_name", "outcome"]
         )
         self.version = shown_now(
             "weightcast_engine_version", "Weight version that the engine serves; NaN if it is unknown.", ["model_name"]

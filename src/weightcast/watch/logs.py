@@ -107,10 +107,10 @@ class UpdateLog(ByKind):
         level = logging.INFO if event.outcome == "succeeded" else logging.WARNING
         self._trainer(
             level,
-            "version %s serves on %d of %d targets after %.3f s over %s",
-            event.version,
+            "%d of %d targets serve version %s after %.3f s over %s",
             serving,
             len(report.targets),
+            event.version,
             report.seconds,
             event.transport,
         )

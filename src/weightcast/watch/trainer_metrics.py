@@ -42,8 +42,8 @@ class _Instruments:
         )
         self.bytes = counted(
             "weightcast_bytes",
-            "Bytes of weights that engine ranks received in updates that they serve, by link.",
-            ["link"],
+            "Bytes of weights that engine ranks received in updates that they serve.",
+            ["transport"],
         )
         self.version = shown_now(
             "weightcast_version", "Weight version that a target serves; NaN if it is unknown.", ["target"]

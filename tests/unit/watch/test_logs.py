@@ -37,7 +37,7 @@ def lines(caplog):
 def test_an_update_is_one_line(lines):
     [(level, name, text)] = lines(started(), ended("succeeded", report(row(A), row(B))))
     assert (level, name) == ("INFO", "weightcast.update")
-    assert text == "version 7 serves on 2 of 2 targets after 2.000 s over ipc"
+    assert text == "2 of 2 targets serve version 7 after 2.000 s over ipc"
     assert [record.version for record in lines.records()] == [7, 7]
 
 
