@@ -47,7 +47,7 @@ from weightcast.wire.messages import PROTOCOL  # noqa: E402
 
 _BUCKET_BYTES = 64 << 20
 _INSTANCE = "f" * 32
-_LENGTH = re.compile(rb"content-length: (\d+)")
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _SESSION = re.compile(rb'"session":"[^"]*",?')
 
 

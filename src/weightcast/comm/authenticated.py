@@ -7,6 +7,9 @@ connection, and a proof that is sent back to its author has the wrong role.
 From then on each message has a MAC, with a key for this connection and this direction, over its number and its bytes.
 A message that was changed, repeated, left out, moved or sent back ends the connection.  Nothing is encrypted.
 
+CURVE of ZeroMQ would encrypt, and is no less code: libzmq ends the connections of a port with the port, so it would
+have to stay open as long as the engine runs, to any number of strangers at once.
+
 Before the proof an end reads a fixed number of bytes, under one deadline.  The secret never crosses the network.  A
 listener that is not genuine gets one proof, against which it can try secrets: use long random ones.
 """

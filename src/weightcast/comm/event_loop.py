@@ -16,16 +16,21 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from weightcast.runtime.deadline import Deadline
 
 _Result = TypeVar("_Result")
+_Session = TypeVar("_Session")
+
+_TURNS_TO_SEND = 3  # aiohttp sends a body in a task of its own
 
 
 class _Running:
     def __init__(self) -> None:
         self.loop = asyncio.SelectorEventLoop()  # not the application's policy, which may be of another library
-        self.sockets: set[socket.socket] = set()
+        self.sockets = WeakSet[socket.socket]()
+        self.sessions: set[Any] = set()  # aiohttp logs an error for one that is dropped, and not closed
         self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
         self.thread = threading.Thread(target=self._run, name="weightcast-http", daemon=True)
         self.thread.start()
@@ -104,7 +109,12 @@ def flush() -> None:
 
     A caller that keeps the lock of Python for long would keep the loop's thread from sending.
     """
-    run(asyncio.sleep(0))
+
+    async def turns() -> None:
+        for _ in range(_TURNS_TO_SEND):
+            await asyncio.sleep(0)
+
+    run(turns())
 
 
 def call(do: Callable[[], object], loop: asyncio.AbstractEventLoop) -> None:
@@ -124,30 +134,49 @@ def keep(end: socket.socket) -> None:
     _running.sockets.add(end)
 
 
-def close(end: socket.socket) -> None:
-    """Closes a socket that was given to ``keep``; on the loop's thread only."""
-    if _running is not None:
-        _running.sockets.discard(end)
-    end.close()
+def open_sockets() -> int:
+    """How many sockets were given to ``keep`` and are open; on the loop's thread only."""
+    return 0 if _running is None else len(_running.sockets)
 
 
-async def within(future: asyncio.Future[_Result], deadline: Deadline) -> _Result:
-    """Waits for a future of the caller's own; raises TimeoutError at the deadline."""
-    loop = asyncio.get_running_loop()
+def keep_session(session: _Session) -> _Session:
+    """Keeps a session until ``end_session``; on the loop's thread only."""
+    assert _running is not None
+    _running.sessions.add(session)
+    return session
 
-    def expire() -> None:
-        nonlocal timer
-        left_s = deadline.left_s()
-        if left_s > 0:  # the deadline's clock has started meanwhile
-            timer = loop.call_later(left_s, expire)
-        elif not future.done():
-            future.set_exception(TimeoutError("timed out"))
 
-    timer = loop.call_later(max(deadline.left_s(), 0.0), expire)
-    try:
-        return await future
-    finally:
-        timer.cancel()
+def end_session(session: Any) -> None:
+    """Closes a session that was given to ``keep_session``; on the loop's thread only."""
+    running = _running
+    assert running is not None
+    running.start(session.close(), Future()).add_done_callback(lambda _: running.sessions.discard(session))
+
+
+class Limited:
+    """Cancels the code in it at a deadline, and raises TimeoutError."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _watch(self) -> None:
+        left_s = self._deadline.left_s()  # longer than before if the deadline's clock has started meanwhile
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._watch)
+        else:
+            self._limit.reschedule(self._loop.time())
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._watch()
+
+    async def __aexit__(self, *error: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._limit.__aexit__(*error)
 
 
 async def _deliver(work: Coroutine[Any, Any, _Result], future: Future[_Result]) -> None:

@@ -1,23 +1,25 @@
 """The HTTP client for engines: deadlines, bearer key, and the engine's own words in every error.
 
-Requests run on the event loop of ``comm/event_loop.py``, so that a thousand of them need no thread each.  There are no
-redirects, cookies or proxies.
+aiohttp sends the requests, on the event loop of ``comm/event_loop.py``, so that a thousand of them need no thread each.
+There are no redirects, cookies or proxies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
-import ssl
-from contextlib import suppress
+import os
+from contextlib import nullcontext, suppress
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
+import aiohttp
+from yarl import URL
+
 from weightcast.comm import event_loop
-from weightcast.comm.http_answer import Answer, NoAnswer
-from weightcast.comm.http_connections import Connection
-from weightcast.comm.http_pool import CannotConnect, ConnectionLimit, NoRoom, Pool
+from weightcast.comm.http_session import Asking, asks, new_session, shared
 from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
 from weightcast.config import Target
 from weightcast.errors import (
@@ -31,13 +33,18 @@ from weightcast.errors import (
 from weightcast.runtime.deadline import Deadline
 from weightcast.wire.fields import shown
 
-_CONNECT_S = 10.0
-_MAX_CONNECTIONS = 8
 _DIAGNOSIS_S = 2.0  # for finding out why a connection broke
 _MAX_REPLY_BYTES = 512 << 20
 _MAX_FRAME_BYTES = 64 << 20
-_COPIED_BYTES = 64 << 10  # a smaller body is sent with its head, in one system call
+_LENGTH_BYTES = 4
+_WHOLE_BYTES = 1 << 20  # a larger body is sent in pieces
+_SERVER_FAILED = 500
+_AT_ONCE = nullcontext()
 _PORTS = {"http": 80, "https": 443}
+
+
+class _NoAnswer(Exception):
+    """The answer is none that can be used, or only a part of one has come."""
 
 
 class Client:
@@ -47,22 +54,22 @@ class Client:
     for it (``get_json``, ``post_json``, ``open_lease``).
     """
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        timeout_s: float,
-        max_connections: int = _MAX_CONNECTIONS,
-        limit: ConnectionLimit | None = None,
-    ) -> None:
+    def __init__(self, target: Target, *, timeout_s: float) -> None:
         """Makes the client without sending anything; ConfigError for a bad certificate file or host name.
 
-        ``timeout_s`` is for requests that set none, and ``max_connections`` limits those under way at the same time.
-        ``limit`` holds for several clients together.
+        ``timeout_s`` is for requests that set none.
         """
-        headers = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "weightcast"}
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the session
+        self._session: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
+        self._headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            "user-agent": "weightcast",
+        }
         if target.api_key is not None:
-            headers["authorization"] = f"Bearer {target.api_key}"
+            self._headers["authorization"] = f"Bearer {target.api_key}"
         self.target = target
         self.timeout_s = timeout_s
         parts = urlsplit(target.url)
@@ -73,18 +80,12 @@ class Client:
                 f"{target.url} has no valid host name: {error}", hint="check the spelling of the host name"
             ) from error
         self._port = parts.port or _PORTS[parts.scheme]
-        self._prefix = quote(parts.path.rstrip("/"), safe="/%")
         named = f"[{self._host}]" if ":" in self._host else self._host
-        headers["host"] = named if parts.port is None else f"{named}:{parts.port}"
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._trust: ssl.SSLContext | None = None
+        self._base = f"{parts.scheme}://{named}:{self._port}{quote(parts.path.rstrip('/'), safe='/%')}"
+        self._trust = None
         if parts.scheme == "https":
             self._trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
             self._trust.set_alpn_protocols(["http/1.1"])
-        self._max_connections = max_connections
-        self._limit = limit or ConnectionLimit()
-        self._pool: Pool | None = None
-        self._closed = False
 
     def get_json(self, path: str, *, timeout_s: float | Deadline | None = None) -> bytes:
         """Sends a GET and returns the body of the answer.  Arguments and errors are those of ``post_json``."""
@@ -110,21 +111,18 @@ class Client:
 
     async def get(self, path: str, *, timeout_s: float | Deadline | None = None) -> bytes:
         """As ``get_json``."""
-        return (await self._ask("GET", path, None, timeout_s)).body
+        return (await self._ask("GET", path, None, timeout_s))[0]
 
     async def post(
         self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None, at_once: bool = False
     ) -> bytes:
         """As ``post_json``; with ``at_once``, the request does not wait for the answers of other engines."""
-        return (await self._ask("POST", path, body, timeout_s, at_once=at_once)).body
+        return (await self._ask("POST", path, body, timeout_s, at_once=at_once))[0]
 
     async def lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
         """As ``open_lease``."""
-        lease: list[Lease] = []
-        answer = await self._ask("POST", path, body, timeout_s, lease)
-        frame = answer.frame
-        assert frame is not None
-        return frame, lease[0]
+        frame, stream = await self._ask("POST", path, body, timeout_s, lease=True)
+        return frame, Lease(stream)
 
     @property
     def closed(self) -> bool:
@@ -132,10 +130,20 @@ class Client:
         return self._closed
 
     def close(self) -> None:
-        """Closes every connection."""
+        """Closes every connection, also under requests and leases."""
         self._closed = True
-        if self._pool is not None:
-            event_loop.call(self._pool.close, self._pool.loop)
+        if self._loop is not None:
+            event_loop.call(self._end_session, self._loop)
+
+    def __del__(self) -> None:
+        if not self._closed:
+            with suppress(RuntimeError):  # the loop is gone at the interpreter's end, and its sockets with it
+                self.close()
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            event_loop.end_session(session)
 
     async def _ask(
         self,
@@ -143,72 +151,83 @@ class Client:
         path: str,
         body: bytes | None,
         timeout_s: float | Deadline | None,
-        lease: list[Lease] | None = None,
         *,
+        lease: bool = False,
         at_once: bool = False,
-    ) -> Answer:
-        """Sends a request and returns a good answer; with ``lease``, its stream stays open and goes there."""
+    ) -> tuple[bytes, aiohttp.ClientResponse]:
+        """Sends a request; returns the body of a good answer, or with ``lease`` the first frame of its open stream."""
         if self._closed:
             raise RuntimeError(f"{self.target.url}: this client is closed")
         if not isinstance(timeout_s, Deadline):
             timeout_s = Deadline(self.timeout_s if timeout_s is None else timeout_s)
-        pool = self._pool
-        if pool is None or pool.loop is not asyncio.get_running_loop():  # none yet, or that of a parent process
-            pool = self._pool = Pool(
-                self._host, self._port, self._trust, max_connections=self._max_connections, limit=self._limit
-            )
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:  # none yet, or that of a parent process
+            self._loop, self._session = loop, event_loop.keep_session(new_session(self._headers, self._trust))
+        asking = asks()
+        data = io.BytesIO(body) if body is not None and len(body) > _WHOLE_BYTES else body
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(f"{self._base}{path}", encoded=True)
+        here = shared()
+        reusable = False
         try:
-            connection = await pool.take(timeout_s, connect_s=_CONNECT_S, at_once=at_once)
-            answer = Answer(stream=lease is not None, max_bytes=_MAX_REPLY_BYTES, max_frame_bytes=_MAX_FRAME_BYTES)
-            kept = False
-            try:
-                await self._exchange(connection, answer, method, path, body, timeout_s)
-                self._check(answer, method, path)
-                if lease is not None:
-                    connection.pause()
-                    pool.lend(connection)
-                    lease.append(Lease(pool, connection))
-                    kept = True
-            finally:
-                if not kept:
-                    (pool.give_back if answer.reusable and answer.done.done() else pool.discard)(connection)
-                answer.release()
-        except (CannotConnect, NoAnswer, TimeoutError) as error:
-            raise await self._failure(method, path, timeout_s, error) from error
-        return answer
+            if timeout_s.left_s() <= 0:
+                raise TimeoutError
+            async with event_loop.Limited(timeout_s), _AT_ONCE if at_once else here.room:
+                asking.has_room = True
+                response = await self._session.request(method, url, data=data, allow_redirects=False)
+                kept = False
+                try:
+                    answer = await self._read(response, frame=lease)
+                    # When a route raises, uvicorn answers and closes the connection a moment later without notice.
+                    # The next request on that connection would be lost.
+                    reusable = response.status < _SERVER_FAILED and (lease or not here.full)
+                    self._check(response, method, path, answer)
+                    kept = lease
+                finally:
+                    if not kept:
+                        response.close()
+        except (aiohttp.ClientError, OSError, _NoAnswer) as error:  # a TimeoutError is an OSError
+            raise await self._failure(method, path, timeout_s, asking, error) from error
+        finally:
+            if not reusable and asking.transport is not None:
+                asking.transport.close()
+        return answer, response
 
-    async def _exchange(
-        self, connection: Connection, answer: Answer, method: str, path: str, body: bytes | None, deadline: Deadline
-    ) -> None:
-        if deadline.left_s() <= 0:
-            raise TimeoutError("timed out")
-        length = "" if body is None else f"content-length: {len(body)}\r\n"
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n"
-        connection.listen(answer)
-        if body is not None and len(body) > _COPIED_BYTES:
-            connection.send(head.encode())
-            connection.send(body)
-        else:
-            connection.send(head.encode() + (body or b""))
-        try:
-            await event_loop.within(answer.done, deadline)
-        except BaseException:
-            answer.reusable = False  # the answer may still come
-            raise
-
-    def _check(self, answer: Answer, method: str, path: str) -> None:
-        url = self.target.url
-        if answer.encoding.lower() != b"identity":
-            words = f"{url} answered in {answer.encoding.decode(errors='replace')}, which was not asked for"
+    async def _read(self, response: aiohttp.ClientResponse, *, frame: bool) -> bytes:
+        """Reads the body; with ``frame``, the first frame of a good one: a 4-byte big-endian length and its bytes."""
+        url, content = self.target.url, response.content
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            words = f"{url} answered in {shown(encoding)}, which was not asked for"
             raise TargetLost(words, url=url, hint="check whether a proxy in between compresses answers")
-        if answer.too_large:
-            raise TargetLost(f"{url} answered with more than {_MAX_REPLY_BYTES} bytes", url=url)
-        if answer.status >= 400:
-            raise self._refusal(method, path, answer.status, answer.body)
-        if answer.status >= 300:
-            there = urljoin(url + path, shown(answer.location.decode(errors="replace")))
+        if response.status < 200:
+            raise _NoAnswer("the engine switches to another protocol")
+        size, parts = 0, list[bytes]()
+        try:
+            if frame and response.status < 300:
+                length = int.from_bytes(await content.readexactly(_LENGTH_BYTES), "big")
+                if length > _MAX_FRAME_BYTES:
+                    raise _NoAnswer("the first frame is too large to be an answer")
+                return await content.readexactly(length)
+            while part := await content.readany():
+                parts.append(part)
+                size += len(part)
+                if size > _MAX_REPLY_BYTES:
+                    raise TargetLost(f"{url} answered with more than {_MAX_REPLY_BYTES} bytes", url=url)
+        except (asyncio.IncompleteReadError, aiohttp.ClientPayloadError) as error:
+            came = "" if frame else f", after {size} bytes"
+            raise _NoAnswer(f"the answer ended early{came}") from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check(self, response: aiohttp.ClientResponse, method: str, path: str, answer: bytes) -> None:
+        url, status = self.target.url, response.status
+        if status >= 400:
+            raise self._refusal(method, path, status, answer)
+        if status >= 300:
+            there = urljoin(url + path, shown(response.headers.get("location", "")))
             raise TargetLost(
-                f"{url} redirects {method} {path} to {there} (status {answer.status}), and redirects are not followed",
+                f"{url} redirects {method} {path} to {there} (status {status}), and redirects are not followed",
                 url=url,
                 hint=f"use {there.partition('?')[0].removesuffix(path.partition('?')[0])} as the URL of the engine",
             )
@@ -226,25 +245,28 @@ class Client:
             status=status,
         )
 
-    async def _failure(self, method: str, path: str, deadline: Deadline, error: Exception) -> WeightcastError:
+    async def _failure(
+        self, method: str, path: str, deadline: Deadline, asking: Asking, error: Exception
+    ) -> WeightcastError:
         """Makes the error for a request that got no answer."""
         url = self.target.url
         trouble = tls_trouble(error, has_certificate=self.target.cert_file is not None)
         if trouble is not None:
             return TargetUnreachable(f"{url}: {trouble[0]}", url=url, hint=trouble[1])
-        if isinstance(error, CannotConnect):
-            hint = "check host and port and that the engine is up; try `weightcast doctor`"
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EMFILE, errno.ENFILE):
-                hint = "raise this process's limit of open files (`ulimit -n`): an update needs 2 or 3 for each engine"
-            return TargetUnreachable(f"{url}: cannot connect: {error}", url=url, hint=hint)
-        if isinstance(error, NoRoom):
+        late = isinstance(error, TimeoutError)
+        if late and not asking.has_room:
             return DeadlineExceeded(
                 who=url,
-                waiting_for=f"a free connection for {method} {path}: {error}",
+                waiting_for=f"room for {method} {path}: {shared().most} other requests were under way",
                 timeout_s=deadline.limit_s,
                 hint="other engines have not answered; raise this process's limit of open files (`ulimit -n`)",
             )
-        if isinstance(error, TimeoutError):
+        if asking.transport is None:
+            hint = "check host and port and that the engine is up; try `weightcast doctor`"
+            if _number(error) in (errno.EMFILE, errno.ENFILE):
+                hint = "raise this process's limit of open files (`ulimit -n`): an update needs 2 or 3 for each engine"
+            return TargetUnreachable(f"{url}: cannot connect: {self._why(error)}", url=url, hint=hint)
+        if late:
             return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=deadline.limit_s)
         hint = None
         if self._trust is None:
@@ -252,22 +274,49 @@ class Client:
         elif await hangs_up_after_handshake(self._host, self._port, self._trust, deadline=Deadline(_DIAGNOSIS_S)):
             words, hint = client_distrusted(has_certificate=self.target.cert_file is not None)
             return TargetUnreachable(f"{url}: {words}", url=url, hint=hint)
-        return TargetLost(f"{url}: the connection broke during {method} {path}: {error}", url=url, hint=hint)
+        return TargetLost(f"{url}: the connection broke during {method} {path}: {self._why(error)}", url=url, hint=hint)
+
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            if shared().names.looks_for(self._host):
+                return f"the name {self._host} was not resolved in time"
+            return "timed out"
+        if isinstance(error, aiohttp.ServerDisconnectedError):
+            return "it closed the connection without an answer"
+        if isinstance(error, aiohttp.ClientResponseError):
+            return shown(error.message).strip(" :")
+        number = _number(error)
+        return str(error) if not number or number < 0 else f"[Errno {number}] {os.strerror(number)}"
+
+
+def _number(error: BaseException | None) -> int | None:
+    """The system's number of the error at the bottom."""
+    while error is not None and not (isinstance(error, OSError) and error.errno is not None):
+        error = error.__cause__
+    return error.errno if isinstance(error, OSError) else None
 
 
 class Lease:
     """An answer whose stream stays open until ``close``."""
 
-    def __init__(self, pool: Pool, connection: Connection) -> None:
-        self._pool = pool
-        self._connection = connection
+    def __init__(self, stream: aiohttp.ClientResponse) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stream = stream
+        self._closed = False
+        shared().streams += 1
 
     def close(self) -> None:
         """Closes the stream; safe to call twice and from any thread."""
-        event_loop.call(lambda: self._pool.discard(self._connection), self._pool.loop)
+        event_loop.call(self._close, self._loop)
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._stream.close()
+            shared().streams -= 1
 
     def __del__(self) -> None:
-        if not self._connection.closed:
+        if not self._closed:
             with suppress(RuntimeError):  # the loop is gone at the interpreter's end, and its sockets with it
                 self.close()
 

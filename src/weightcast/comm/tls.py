@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from weightcast.comm.event_loop import within
-from weightcast.comm.http_connections import Connection, connect
+from weightcast.comm.event_loop import Limited
 from weightcast.errors import ConfigError
 from weightcast.runtime.deadline import Deadline
 
@@ -92,40 +91,19 @@ async def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext
     From TLS 1.3 on a client learns only after the handshake that its certificate is refused, and Python's servers hang
     up without an alert.  A server that accepts the client waits for a request instead.
     """
-    connection: Connection | None = None
-    first = _First(asyncio.get_running_loop().create_future())
     try:
-        connection = await connect(host, port, context, deadline)
-        connection.listen(first)
-        return await within(first.ended_first, deadline)
+        async with Limited(deadline):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            try:
+                return not await reader.read(1)
+            finally:
+                writer.transport.abort()
     except (TimeoutError, ConnectionRefusedError):
         return False
     except (ssl.SSLError, ConnectionError):
         return True
     except OSError:
         return False
-    finally:
-        if connection is not None:
-            connection.close()
-
-
-class _First:
-    """Learns whether a connection ends before anything arrives on it."""
-
-    def __init__(self, ended_first: asyncio.Future[bool]) -> None:
-        self.ended_first = ended_first
-
-    def received(self, data: bytes) -> None:
-        if not self.ended_first.done():
-            self.ended_first.set_result(False)
-
-    def ended(self, error: Exception | None) -> None:
-        if self.ended_first.done():
-            return
-        if error is None:
-            self.ended_first.set_result(True)
-        else:
-            self.ended_first.set_exception(error)
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
@@ -147,7 +125,7 @@ def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
 
 
 def _ssl_error(error: BaseException | None) -> ssl.SSLError | None:
-    while error is not None and not isinstance(error, ssl.SSLError):
+    while error is not None and not (isinstance(error, ssl.SSLError) and hasattr(error, "library")):
         error = error.__cause__ or error.__context__
     return error
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
-from weightcast.comm.http_pool import ConnectionLimit
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetError, TargetUnreachable, WeightcastError
 from weightcast.fleet.background_probe import BackgroundProbe, is_silence
@@ -41,14 +40,13 @@ async def ask_afresh_on_loop(
     recognise: Callable[[Client], Awaitable[EngineInfo]],
     *,
     timeout_s: float,
-    limit: ConnectionLimit | None = None,
 ) -> EngineInfo:
     """Asks over new connections whether a URL leads to one engine, and returns its description.
 
     ConfigError says that it leads to several; a description that ``shows_restart`` is one by which that can be told.
     Only a balancer that keeps this process with one of them goes unnoticed.
     """
-    clients = [Client(target, timeout_s=timeout_s, max_connections=1, limit=limit) for _ in range(_CONNECTIONS)]
+    clients = [Client(target, timeout_s=timeout_s) for _ in range(_CONNECTIONS)]
     try:
         # One after the other: the second need not send the table of tensors that the first has sent.
         infos = [await recognise(client) for client in clients]
@@ -87,7 +85,6 @@ class Roster:
         recognise: Callable[[Client], Awaitable[EngineInfo]],
     ) -> None:
         self._timeout_s = timeout_s
-        self._connections = ConnectionLimit()
         self._silent_wait_s = min(_SILENT_WAIT_S, timeout_s / 2)
         self._clients: dict[Target, Client] = {}
         self._members: dict[str, Target] = {}
@@ -130,10 +127,7 @@ class Roster:
         members = {target.url: target for target in (*leaving, *targets)}
         kept = {*leaving, *targets}
         with self._lock:
-            new = {
-                target: Client(target, timeout_s=self._timeout_s, limit=self._connections)
-                for target in kept - self._clients.keys()
-            }
+            new = {target: Client(target, timeout_s=self._timeout_s) for target in kept - self._clients.keys()}
             for url, target in self._members.items():
                 if members.get(url) != target:
                     self._probes.forget(url)
@@ -153,7 +147,7 @@ class Roster:
         async def check(url: str) -> None:
             target = self._members[url]
             with suppress(TargetError, DeadlineExceeded):  # it does not answer, which the update will say
-                await ask_afresh_on_loop(target, self._recognise, timeout_s=self._timeout_s, limit=self._connections)
+                await ask_afresh_on_loop(target, self._recognise, timeout_s=self._timeout_s)
                 self._checked.add(target)
 
         async def check_all() -> None:

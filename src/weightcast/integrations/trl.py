@@ -106,10 +106,7 @@ class GrpoEngines(UpdateEngines):
 
     @contextmanager
     def _clients(self) -> Generator[list[Client]]:
-        clients = [
-            Client(target, timeout_s=self._request_timeout_s, max_connections=self._parallel)
-            for target in self._targets
-        ]
+        clients = [Client(target, timeout_s=self._request_timeout_s) for target in self._targets]
         try:
             yield clients
         finally:

@@ -96,7 +96,8 @@ def _parameters(methods: Sequence[Any]) -> frozenset[str]:
 class TextStream:
     """Turns one growing answer into text: whole characters only, without a possible start of a stop string.
 
-    ``stops`` end the answer and are not part of it.
+    ``stops`` end the answer and are not part of it.  ``DecodeStream`` of tokenizers is no replacement: it keeps the
+    last half character back for ever, raises for some bytes of a tokenizer with byte fallback, and takes no slow one.
     """
 
     def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:

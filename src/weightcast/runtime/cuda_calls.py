@@ -1,4 +1,7 @@
-"""Calls of the CUDA driver, for what neither torch nor the CUDA runtime's bindings offer."""
+"""Calls of the CUDA driver, for what torch does not offer.
+
+cuda-bindings has them too, and no torch below 2.10 brings it.  ``tests/unit/test_driver_structs.py`` compares with it.
+"""
 
 from __future__ import annotations
 

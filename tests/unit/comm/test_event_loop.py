@@ -13,11 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.clock import PATIENCE_S, wait_until
-from weightcast.comm import event_loop, http_connections
+from weightcast.comm import event_loop, http_session
 from weightcast.comm.http import Client
-from weightcast.comm.http_connections import resolve
 from weightcast.config import Target
-from weightcast.errors import DeadlineExceeded
 from weightcast.runtime.deadline import Deadline
 
 _AGAIN_S = 10.0
@@ -89,12 +87,12 @@ def silent() -> Iterator[socket.socket]:
         yield listener
 
 
-def client_of(listener: socket.socket, **settings: int) -> Client:
-    return Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=PATIENCE_S, **settings)
+def client_of(listener: socket.socket) -> Client:
+    return Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=PATIENCE_S)
 
 
 def test_many_requests_under_way_take_no_thread_each(silent: socket.socket) -> None:
-    client = client_of(silent, max_connections=100)
+    client = client_of(silent)
     event_loop.run(twice(0))
     before = threading.active_count()
     asked = event_loop.submit([client.get("/x", timeout_s=PATIENCE_S) for _ in range(100)])
@@ -109,19 +107,18 @@ def test_many_requests_under_way_take_no_thread_each(silent: socket.socket) -> N
     client.close()
 
 
-def test_request_waits_for_a_free_connection_until_its_deadline(silent: socket.socket) -> None:
-    client = client_of(silent, max_connections=1)
+def test_connection_is_used_again(silent: socket.socket) -> None:
+    client = client_of(silent)
     (first,) = event_loop.submit([client.get("/first")])
     end, _ = silent.accept()
     with end:
         assert end.recv(65536).startswith(b"GET /first")
-        with pytest.raises(DeadlineExceeded, match="the answer to GET /late"):
-            client.get_json("/late", timeout_s=0.1)
-        (second,) = event_loop.submit([client.get("/second")])
         end.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n1")
-        assert end.recv(65536).startswith(b"GET /second")  # on the same connection
+        assert first.result(PATIENCE_S) == b"1"
+        (second,) = event_loop.submit([client.post("/second", b"{}")])
+        assert end.recv(65536).startswith(b"POST /second")
         end.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n2")
-        assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == (b"1", b"2")
+        assert second.result(PATIENCE_S) == b"2"
     client.close()
 
 
@@ -149,7 +146,7 @@ def test_lease_that_is_dropped_is_closed(silent: socket.socket) -> None:
 
 
 def test_look_ups_of_names_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connections, "_MAX_THREADS", 2)
+    monkeypatch.setattr(http_session, "_MAX_LOOK_UPS", 2)
     asked: list[str] = []
     go = threading.Event()
 
@@ -159,14 +156,13 @@ def test_look_ups_of_names_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatc
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    names = ["a.example", "a.example", "b.example", "c.example", "d.example"]
-    found = event_loop.submit([resolve(name, 80, Deadline(PATIENCE_S)) for name in names])
+    names = http_session._Names()
+    hosts = ["a.example", "a.example", "b.example", "c.example", "d.example"]
+    found = event_loop.submit([names.resolve(host, 80) for host in hosts])
     wait_until(lambda: len(asked) == 2, "two look-ups")
-    with pytest.raises(TimeoutError, match=r"the name e\.example was not resolved in time"):
-        event_loop.run(resolve("e.example", 80, Deadline(0.1)))
     assert sorted(asked) == ["a.example", "b.example"]
     go.set()
-    assert [one.result(PATIENCE_S) for one in found] == [[(socket.AF_INET, ("127.0.0.1", 80))]] * len(names)
+    assert [[one["host"] for one in each.result(PATIENCE_S)] for each in found] == [["127.0.0.1"]] * len(hosts)
     assert len(asked) == len(set(asked))  # requests for one name share a look-up
 
 
@@ -175,9 +171,9 @@ def test_deadline_whose_clock_starts_late_is_waited_for() -> None:
     begins: list[float] = []
 
     async def waits() -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.05, lambda: begins.append(time.monotonic()))
-        await event_loop.within(future, Deadline(0.2, begins=lambda: begins[0] if begins else None))
+        async with event_loop.Limited(Deadline(0.2, begins=lambda: begins[0] if begins else None)):
+            await asyncio.sleep(PATIENCE_S)
 
     with pytest.raises(TimeoutError):
         event_loop.run(waits())

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.helpers.clock import PATIENCE_S
-from weightcast.comm import http, http_pool
+from weightcast.comm import http, http_session
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
@@ -373,7 +373,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_again():
 
 
 def test_idle_connection_is_closed_before_the_server_does(monkeypatch):
-    monkeypatch.setattr(http_pool, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(http_session, "_KEEP_ALIVE_S", 0.05)
     with talking(say(answer(200, b"ok"))) as (client, server):
         assert client.get_json("/x") == b"ok"
         assert server.closed.wait(PATIENCE_S)
@@ -420,11 +420,11 @@ def test_body_without_a_length_ends_with_the_connection():
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (b"", "Server disconnected without sending a response"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", "received 3 bytes, expected 9"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc", "incomplete chunked read"),
-        (b"HTTP/1.1 101 x\r\nUpgrade: y\r\n\r\n", "Upgrade"),
-        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000, "the head of the answer is longer than 102400 bytes"),
+        (b"", "it closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", "the answer ended early"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc", "the answer ended early"),
+        (b"HTTP/1.1 101 x\r\nUpgrade: y\r\n\r\n", "switches to another protocol"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000, "Got more than 8190 bytes"),
     ],
     ids=["nothing", "part of a body", "part of a chunk", "another protocol", "a head without end"],
 )

@@ -1,7 +1,8 @@
-"""The limit of connections to several engines together: it holds, and nothing waits for ever because of it."""
+"""The bound on connections to all engines together: it holds, and nothing waits for ever because of it."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -9,19 +10,29 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.helpers.clock import PATIENCE_S
-from weightcast.comm import event_loop, http_pool
+from weightcast.comm import event_loop, http_session
 from weightcast.comm.http import Client
-from weightcast.comm.http_pool import ConnectionLimit, default_limit
+from weightcast.comm.http_session import most_requests, shared
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded
 
 
-def client_of(listener: socket.socket, limit: ConnectionLimit) -> Client:
-    return Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=PATIENCE_S, limit=limit)
+def client_of(listener: socket.socket) -> Client:
+    return Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=PATIENCE_S)
 
 
-async def count_of(limit: ConnectionLimit) -> int:
-    return limit.count
+@pytest.fixture
+def bound() -> Iterator[Callable[[int], None]]:
+    """Sets the bound of this process."""
+
+    async def set_to(most: int) -> int:
+        before, shared().most = shared().most, most
+        shared().room = asyncio.Semaphore(most)
+        return before
+
+    before: list[int] = []
+    yield lambda most: before.append(event_loop.run(set_to(most)))
+    event_loop.run(set_to(before[0]))
 
 
 class Counting:
@@ -79,41 +90,38 @@ def engines() -> Iterator[Counting]:
     counting.close()
 
 
-def test_more_engines_than_connections_are_all_answered_over_no_more_than_the_limit(engines: Counting) -> None:
-    limit = ConnectionLimit(4)
-    clients = [client_of(one, limit) for one in engines.listeners]
+def test_more_engines_than_connections_are_all_answered_within_the_bound(engines: Counting, bound) -> None:
+    bound(4)
+    clients = [client_of(one) for one in engines.listeners]
     asked = event_loop.submit([client.get("/x") for client in clients])
-    assert event_loop.run(count_of(limit)) == 4  # the others wait
     engines.await_(lambda: engines.asked == 4)
+    assert engines.open == 4  # the others wait
     engines.answer.set()
     assert [one.result(PATIENCE_S) for one in asked] == [b"ok"] * 12
-    for client in reversed(clients):
-        assert client.get_json("/again") == b"ok"  # a connection of its own, or in place of the one used longest ago
-        assert event_loop.run(count_of(limit)) <= 4
+    engines.await_(lambda: engines.open <= 4)  # only so many stay open without a request
+    assert [client.get_json("/again") for client in reversed(clients)] == [b"ok"] * 12
     engines.await_(lambda: engines.open <= 4)
     for client in clients:
         client.close()
     engines.await_(lambda: engines.open == 0)
-    assert event_loop.run(count_of(limit)) == 0
 
 
-def test_requests_that_engines_answer_together_go_above_the_limit(engines: Counting) -> None:
-    limit = ConnectionLimit(4)
-    clients = [client_of(one, limit) for one in engines.listeners]
+def test_requests_that_engines_answer_together_go_above_the_bound(engines: Counting, bound) -> None:
+    bound(4)
+    clients = [client_of(one) for one in engines.listeners]
     asked = event_loop.submit([client.post("/bucket", b"{}", at_once=True) for client in clients])
     engines.await_(lambda: engines.asked == 12)  # none waits for the answer of another one
     engines.answer.set()
     assert [one.result(PATIENCE_S) for one in asked] == [b"ok"] * 12
-    engines.await_(lambda: engines.open <= 4)  # and what is idle is closed
-    assert event_loop.run(count_of(limit)) <= 4
+    engines.await_(lambda: engines.open <= 4)  # and the others are closed
     for client in clients:
         client.close()
 
 
-def test_sessions_that_stay_open_leave_room_for_requests(engines: Counting) -> None:
-    limit = ConnectionLimit(1)
+def test_sessions_that_stay_open_leave_room_for_requests(engines: Counting, bound) -> None:
+    bound(1)
     engines.answer.set()
-    clients = [client_of(one, limit) for one in engines.listeners]
+    clients = [client_of(one) for one in engines.listeners]
     opened = [one.result(PATIENCE_S) for one in event_loop.submit([client.lease("/open", b"{}") for client in clients])]
     assert [frame for frame, _ in opened] == [b"ok"] * 12
     assert [client.get_json("/x") for client in clients] == [b"ok"] * 12
@@ -122,15 +130,14 @@ def test_sessions_that_stay_open_leave_room_for_requests(engines: Counting) -> N
     for client in clients:
         client.close()
     engines.await_(lambda: engines.open == 0)
-    assert event_loop.run(count_of(limit)) == 0
 
 
-def test_wait_for_a_connection_that_other_engines_hold_names_the_setting(engines: Counting) -> None:
-    limit = ConnectionLimit(1)
-    first, second = (client_of(one, limit) for one in engines.listeners[:2])
+def test_wait_for_other_engines_names_the_limit_of_open_files(engines: Counting, bound) -> None:
+    bound(1)
+    first, second = (client_of(one) for one in engines.listeners[:2])
     (busy,) = event_loop.submit([first.get("/busy")])
     engines.await_(lambda: engines.asked == 1)
-    with pytest.raises(DeadlineExceeded, match="a free connection for GET /late: all 1 connections were busy") as late:
+    with pytest.raises(DeadlineExceeded, match="room for GET /late: 1 other requests were under way") as late:
         second.get_json("/late", timeout_s=0.1)
     assert "ulimit -n" in str(late.value.hint)
     engines.answer.set()
@@ -141,10 +148,8 @@ def test_wait_for_a_connection_that_other_engines_hold_names_the_setting(engines
 
 
 @pytest.mark.parametrize(
-    ("files", "most"), [(20, 64), (1024, 512), (1 << 20, 4096), (http_pool.resource.RLIM_INFINITY, 4096)]
+    ("files", "most"), [(20, 32), (1024, 256), (1 << 20, 2048), (http_session.resource.RLIM_INFINITY, 2048)]
 )
-def test_limit_without_a_setting_is_half_of_the_files_that_the_process_may_open(
-    monkeypatch, files: int, most: int
-) -> None:
-    monkeypatch.setattr(http_pool.resource, "getrlimit", lambda _: (files, files))
-    assert default_limit() == most
+def test_bound_is_a_quarter_of_the_files_that_the_process_may_open(monkeypatch, files: int, most: int) -> None:
+    monkeypatch.setattr(http_session.resource, "getrlimit", lambda _: (files, files))
+    assert most_requests() == most

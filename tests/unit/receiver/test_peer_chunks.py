@@ -190,15 +190,16 @@ def test_computed_tensors_are_refused_by_name():
     receiver.close()
 
 
-def test_engine_without_the_http_parser_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httptools", None)
+def test_engine_without_the_http_client_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "weightcast.comm.http", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
     source = PeerSource()
     with socket.create_server(("127.0.0.1", 0)) as peer:
         url = f"http://127.0.0.1:{peer.getsockname()[1]}"
         message = Fetch(session="0" * 32, index=0, peer=PeerEngine(url=url), version=1, digest="f" * 16)
-        with pytest.raises(EngineFailure, match=rf"{url} for a chunk: .*httptools") as caught:
+        with pytest.raises(EngineFailure, match=rf"{url} for a chunk: .*aiohttp") as caught:
             source.read(message, rank=0, layout="0" * 32, timeout_s=PATIENCE_S)
-    assert caught.value.hint == "pip install httptools in the engine's environment"
+    assert caught.value.hint == "pip install aiohttp in the engine's environment"
     source.close()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("weightcast", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "safetensors", "msgspec", "httptools")
+_PACKAGES = ("weightcast", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "safetensors", "msgspec", "aiohttp")
 
 
 def facts() -> dict[str, Any]:

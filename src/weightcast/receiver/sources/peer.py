@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.wire.codec import encode
 from weightcast.wire.messages import CHUNK, Fetch, PeerEngine, ReadChunk
+
+if TYPE_CHECKING:
+    from weightcast.comm.http import Client
 
 
 class PeerSource:
@@ -43,8 +46,10 @@ class PeerSource:
 
     def _connected(self, peer: PeerEngine) -> Client:
         if self._client is None or self._peer != peer:
+            from weightcast.comm.http import Client  # it needs aiohttp, which an engine's environment may lack
+
             self.close()
-            self._client = Client(_target(peer), timeout_s=60.0, max_connections=1)
+            self._client = Client(_target(peer), timeout_s=60.0)
             self._peer = peer
         return self._client
 
