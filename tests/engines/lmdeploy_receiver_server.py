@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from tests.engines.environment import LISTS, ROOT, engine_python
-from tests.engines.overlays import HTTP_PARSER, RAY, RAY_SETTINGS, overlay, with_wheels
+from tests.engines.overlays import HTTP_CLIENT, HTTP_PARSER, RAY, RAY_SETTINGS, overlay, with_wheels
 from tests.engines.sglang_load import Stream
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.engines import NO_KEEP_ALIVE, Engine
@@ -109,7 +109,8 @@ def command(
 
 def _environment(receiver: bool, more: Sequence[Path]) -> dict[str, str]:
     others = ("WEIGHTCAST_", "LMDEPLOY_", "RAY_")
-    ours = (ROOT / "src", overlay(engine_python("lmdeploy-0.18.0-cpu"), HTTP_PARSER)) if receiver else ()
+    python = engine_python("lmdeploy-0.18.0-cpu")
+    ours = (ROOT / "src", overlay(python, HTTP_PARSER), overlay(python, *HTTP_CLIENT)) if receiver else ()
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(others)},
         "PYTHONPATH": os.pathsep.join(map(str, (*ours, LISTS / "lmdeploy_cpu", LISTS, *more))),

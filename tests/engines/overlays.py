@@ -33,6 +33,18 @@ RAY_SETTINGS = {
 
 # weightcast brings it: pip installs it beside an engine that lacks it.  The servers' own HTTP uses it then, too.
 HTTP_PARSER = "httptools==0.9.0"
+# So is its HTTP client, which ranks need to copy weights from a peer.  vLLM and SGLang bring it, and LMDeploy too, but
+# not the part of it that our list has.
+HTTP_CLIENT = (
+    "aiohttp==3.14.5",
+    "aiohappyeyeballs==2.7.1",
+    "aiosignal==1.4.0",
+    "attrs==26.1.0",
+    "frozenlist==1.8.0",
+    "multidict==7.2.1",
+    "propcache==0.5.4",
+    "yarl==1.25.1",
+)
 
 
 # Web frameworks for servers: the oldest that our reference engine takes; the last Starlette that reads a path from the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,24 +9,11 @@ from typing import Any
 
 from tests.helpers.session_bench import Bench
 from weightcast.comm import http
-from weightcast.comm.http_answer import Answer, NoAnswer
 from weightcast.errors import WireError
 from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
 from weightcast.wire.messages import Join, Open, Readback
 
 _DECODERS: tuple[Callable[[bytes], Any], ...] = (decode, decode_ack, decode_rank_ack, decode_info)
-
-
-async def _answered(data: bytes, *, stream: bool) -> None:
-    """Takes bytes for an engine's answer in two parts; the wait for it must end."""
-    answer = Answer(stream=stream, max_bytes=1 << 20, max_frame_bytes=1 << 20)
-    for part in (data[:3], data[3:]):
-        answer.received(part)
-    answer.ended(None)
-    error = answer.done.exception()
-    assert error is None or isinstance(error, NoAnswer), data
-    assert error is not None or not stream or answer.frame is not None or answer.status != 200, data
-    answer.release()
 
 
 @dataclass(slots=True)
@@ -42,7 +28,6 @@ class Target:
     counts: Counter[str] = field(default_factory=Counter[str])
     _before: Any = None
     _digests: Any = None
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self) -> None:
         self._before = self.bench.engine.info()
@@ -61,10 +46,6 @@ class Target:
             # A Join would connect to any address that it names, so it is decoded but not executed.
             if read is decode and not isinstance(message, Join):
                 self._tell(message)
-        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data)
-        for stream in (False, True):
-            self._loop.run_until_complete(_answered(data, stream=stream))
-            self._loop.run_until_complete(_answered(head + data, stream=stream))
         assert isinstance(http._words(data), str)
 
     def check(self) -> None:
@@ -75,7 +56,6 @@ class Target:
 
     def close(self) -> None:
         self.bench.close()
-        self._loop.close()
 
     def _tell(self, message: Any) -> None:
         engine = self.bench.engine

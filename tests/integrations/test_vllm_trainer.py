@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.engines.environment import QUICK, ROOT, engine_python, engine_sources
-from tests.engines.overlays import overlay
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.helpers.engines import engines
@@ -55,7 +54,7 @@ def test_factory_updates_vllm(tmp_path: Path) -> None:
             "vllm_run",
             *(*sent, engine.url),
             folder=tmp_path,
-            PYTHONPATH=os.pathsep.join(map(str, (ROOT / "src", overlay(python, "httptools==0.9.0")))),  # for a trainer
+            PYTHONPATH=str(ROOT / "src"),
             VLLM_TARGET_DEVICE="cpu",
         )
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected[2]
@@ -65,8 +64,8 @@ def test_factory_updates_vllm(tmp_path: Path) -> None:
     assert len({report["digest"] for report in said["reports"]}) == 2
 
 
-def environment_of(version: str, python: Path) -> dict[str, str]:
-    path = [engine_sources("vllm", version), ROOT / "src", overlay(python, "httptools==0.9.0"), QUICK]
+def environment_of(version: str) -> dict[str, str]:
+    path = [engine_sources("vllm", version), ROOT / "src", QUICK]
     return {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "VLLM_TARGET_DEVICE": "cpu",
@@ -84,7 +83,7 @@ def test_factory_of_each_version_sends_every_weight(version: str, tmp_path: Path
     python = engine_python("vllm-0.32.0-cpu")
     with engines(start, tmp_path, {}) as (engine,):
         before = engine.digests()
-        environment = environment_of(version, python)
+        environment = environment_of(version)
         said = run_script(python, "vllm_run", *(*sent, engine.url), folder=tmp_path, **environment)
         after = engine.digests()
     trained = {
@@ -113,7 +112,7 @@ def test_a_vllm_without_the_factory_is_refused_by_name(version: str, tmp_path: P
         [python, "-c", "import weightcast.integrations.vllm_trainer"],
         capture_output=True,
         text=True,
-        env=os.environ | environment_of(version, python),
+        env=os.environ | environment_of(version),
         cwd=tmp_path,
         check=False,
     )
