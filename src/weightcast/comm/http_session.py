@@ -97,11 +97,12 @@ class _Connector(aiohttp.TCPConnector):
         while True:
             connection = await super().connect(req, traces, timeout)
             transport = connection.transport
-            if transport is not None and (transport not in self._used or _quiet(transport)):
+            if transport is None or transport not in self._used or _quiet(transport):
                 break
             connection.close()
-        self._used.add(transport)
-        _asking.get().transport = transport
+        if transport is not None:
+            self._used.add(transport)
+            _asking.get().transport = transport
         return connection
 
 
@@ -167,7 +168,7 @@ class _Names(AbstractResolver):
 
 
 class _Shared:
-    """What all sessions of a loop share: look-ups of names, and the bound on connections.
+    """Look-ups of names and the bound on connections, for all sessions of a loop.
 
     Half of the files that this process may open are for requests and idle connections.  The other half is for the
     streams of sessions, of which each engine has one while it is updated, and for the application.
@@ -195,7 +196,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictio
 
 
 def shared() -> _Shared:
-    """What the sessions of the running loop share."""
+    """The part that all sessions of the running loop share."""
     loop = asyncio.get_running_loop()
     found = _of_loops.get(loop)
     if found is None:

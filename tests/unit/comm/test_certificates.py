@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from tests.helpers.certificates import Authority
+from tests.helpers.clock import PATIENCE_S
 from weightcast.cli.options import targets
 from weightcast.comm.http import Client
 from weightcast.comm.tls import client_context, server_context
@@ -58,6 +59,10 @@ def serving(context: ssl.SSLContext | None) -> Iterator[int]:
     @app.get("/hello")
     async def hello() -> str:
         return "hello"
+
+    @app.get("/port")
+    async def port(request: Request) -> int:
+        return request.client.port
 
     @app.get("/broken")
     async def broken() -> StreamingResponse:
@@ -183,3 +188,13 @@ def test_doctor_says_whether_the_engine_asks_for_the_client_certificate(papers, 
         check = diagnose._key(Client(target, timeout_s=10.0))
     assert (check.name, check.level) == ("key", level)
     assert check.text.startswith(words)
+
+
+def test_connection_with_tls_is_used_again(papers):
+    context = server_context(cert_file=papers.server, key_file=None, client_ca_file=papers.ca)
+    with serving(context) as port:
+        target = Target(f"https://127.0.0.1:{port}", ca_file=papers.ca, cert_file=papers.trainer)
+        client = Client(target, timeout_s=PATIENCE_S)
+        ports = {client.get_json("/port") for _ in range(3)}
+        client.close()
+    assert len(ports) == 1
