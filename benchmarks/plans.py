@@ -201,7 +201,6 @@ def _cpu_plan() -> list[Case]:
     proof: dict[str, Any] = dict(bucket_bytes=(64 * MIB,), peer_bytes=(), turns=12)
     return [
         _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
-        # The zero-copy path needs no buffer, however large a bucket is.
         _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1, bucket_bytes=_LARGE_CPU),
         _cpu(
             "cpu-colocated-1g", "dense-1GiB", "colocated", 1, 1, bucket_bytes=_LARGE_CPU, budget_s=270, deadline_s=420

@@ -277,14 +277,12 @@ class BucketUse:
     """How buckets will be filled.
 
     Attributes:
-        lent: Names of the zero-copy tensors of each bucket, in order; empty if there are none.
         scattered: True for ``Scattering.fill_own`` in the place of ``fill``.
         copies: False if engines read the tensors where they lie, so that nothing is filled.
         sums: True if this rank's parts will be summed.
         buffers: The buffers that will be filled in turn; empty if they are not there yet.
     """
 
-    lent: Sequence[Collection[str]] = ()
     scattered: bool = False
     copies: bool = True
     sums: bool = False
@@ -299,17 +297,6 @@ class Planning(Protocol):
         """Works out what filling these buckets, the same on every rank, takes.  Moves and communicates nothing.
 
         It reads no weights.  Whatever changes until a bucket is filled is noticed then.
-        """
-        ...
-
-
-class Lender(Protocol):
-    """An exporter whose memory can be sent zero-copy."""
-
-    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Views of the weights for each bucket, by tensor name (``Bucket.lent``); this rank holds all of them whole.
-
-        The views are valid until the weights change.  ``fill`` then writes only the other tensors of the bucket.
         """
         ...
 

@@ -16,7 +16,6 @@ from weightcast import WeightUpdater
 from weightcast.comm.http import Client
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
-from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
 from weightcast.transports import channel
 from weightcast.transports.link import Link
@@ -35,12 +34,10 @@ def update(urls: list[str], version: int, where: str, number: int, options: dict
         version: What to update to.
         where: ``point`` or ``point:k``.
         number: The signal to send to oneself.
-        options: For ``connect``; ``lends`` sends every tensor from where it lies, however small.
+        options: For ``connect``.
         said: Pipe for the error of a trainer that lives on.
     """
     options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": AMPLE_S} | options
-    if options.pop("lends", False):
-        gather.MIN_LENT_BYTES = 1
     point, _, count = where.partition(":")
 
     def install() -> None:

@@ -50,22 +50,14 @@ BROADCAST_POINTS = [
     *("opened", "joining", "announced:0", "announced:7", "filled:1", "posted:5", "posted:14"),
     *("closed", "committing:10", "committed"),
 ]
-# By broadcast from where tensors lie, to where they belong: the numbers count runs, and fall within buckets.
-LENT_POINTS = ["announced:1", "announced:6", "announced:20", "filled:1", "closed"]
-WAYS = {
-    "ipc": {"transport": "ipc"},
-    "broadcast": {"transport": "broadcast"},
-    "lent": {"transport": "broadcast", "lends": True},
-}
 # One of each kind of moment; the others, a bucket or a tensor away from these, are wide.
 OFTEN = {
     "ipc": {"opening:2", "opened", "filled:1", "posted:5", "closed", "committing:10", "committed"},
     "broadcast": {"joining", "announced:7", "posted:5", "committing:10"},
-    "lent": {"announced:6", "closed"},
 }
 POINTS = [
-    pytest.param(way, where, marks=() if where in OFTEN[way] else pytest.mark.wide)
-    for way, points in {"ipc": IPC_POINTS, "broadcast": BROADCAST_POINTS, "lent": LENT_POINTS}.items()
+    pytest.param(transport, where, marks=() if where in OFTEN[transport] else pytest.mark.wide)
+    for transport, points in {"ipc": IPC_POINTS, "broadcast": BROADCAST_POINTS}.items()
     for where in points
 ]
 pytestmark = pytest.mark.deadlines
@@ -81,16 +73,15 @@ def die(engines: list[Engine], version: int, where: str, **options: object) -> N
     trainer.close()
 
 
-@pytest.mark.parametrize(("way", "where"), POINTS)
-def test_a_killed_trainer_leaves_whole_versions_and_free_engines(engines, way, where):
+@pytest.mark.parametrize(("transport", "where"), POINTS)
+def test_a_killed_trainer_leaves_whole_versions_and_free_engines(engines, transport, where):
     chosen = [engines.one, engines.two, engines.host]
     before = {engine.url: serves_whole(engine) for engine in chosen}
     doomed_version = next_version()
 
-    die(chosen, doomed_version, where, **WAYS[way])
+    die(chosen, doomed_version, where, transport=transport)
 
     # At once: a new trainer does not ask first whether it may.
-    transport = WAYS[way]["transport"]
     push(chosen[1:], next_version(), transport=transport)
     untouched = serves_whole(chosen[0])
     assert untouched in (before[chosen[0].url], doomed_version)
@@ -144,25 +135,22 @@ def test_a_refused_update_says_which_engine_is_half_updated(engines):
 
 
 @pytest.mark.parametrize(
-    ("way", "where"),
-    [
-        *(("ipc", "posted:3"), ("broadcast", "announced:3")),
-        *(pytest.param(*case, marks=pytest.mark.wide) for case in (("lent", "announced:6"), ("ipc", "closed"))),
-    ],
+    ("transport", "where"),
+    [("ipc", "posted:3"), ("broadcast", "announced:3"), pytest.param("ipc", "closed", marks=pytest.mark.wide)],
 )
-def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, way, where):
+def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, transport, where):
     chosen = [engines.one, engines.two]
     before = [serves_whole(engine) for engine in chosen]
     ours, theirs = multiprocessing.Pipe()
     urls = [engine.url for engine in chosen]
-    options = {**WAYS[way], **SHORT}
+    options = {"transport": transport, **SHORT}
     trainer = process(doomed.update, urls, next_version(), where, doomed.STOP, options, theirs)
     try:
         wait_for(lambda: is_stopped(trainer.pid), "the trainer to stop")
         assert any(engine.info().session_owner for engine in chosen)
         assert [serves_whole(engine) for engine in chosen] == before
         version = next_version()
-        push(chosen, version, transport=WAYS[way]["transport"])
+        push(chosen, version, transport=transport)
         # It wakes up, goes on where it was, and is told.
         os.kill(trainer.pid, signal.SIGCONT)
         assert ours.poll(PATIENCE_S)

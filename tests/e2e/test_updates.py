@@ -35,7 +35,6 @@ from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm.http import Client
 from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
-from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
 from weightcast.update import bucket_memory
 from weightcast.update.head import Head
@@ -167,30 +166,6 @@ def test_how_weights_are_cut_into_buckets_does_not_matter(engines, transport, bu
     version = next_version()
     push([engines.one, engines.two], version, transport=transport, bucket_bytes=bucket_bytes)
     assert serves_whole(engines.one) == serves_whole(engines.two) == version
-
-
-@pytest.mark.parametrize("least_bytes", [1, 1 << 10])
-def test_weights_may_be_sent_from_where_they_lie(engines, least_bytes, monkeypatch):
-    monkeypatch.setattr(gather, "MIN_LENT_BYTES", least_bytes)
-    lent: list[int] = []
-    lend = ModuleExporter.lend
-
-    def lending(self, layouts, group):
-        found = lend(self, layouts, group)
-        lent.append(sum(map(len, found)))
-        return found
-
-    monkeypatch.setattr(ModuleExporter, "lend", lending)
-    model = trainer_of(0)
-    with connect(model, [engines.one, engines.two, engines.bare], transport="broadcast") as updater:
-        for _ in range(3):
-            version = next_version()
-            model.set_version(version)
-            report = updater.update(version=version)
-            assert {row.proof for row in report.targets} == {"resident"}
-            assert serves_whole(engines.one) == serves_whole(engines.two) == serves_whole(engines.bare) == version
-    assert len(lent) == 4  # once by connect
-    assert min(lent) > 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -126,13 +126,13 @@ class PlanSums:
         """Works out nothing yet."""
         self.layouts = list(layouts)
         self._layout_of = {layout.index: layout for layout in layouts}
-        self._launches: dict[tuple[int, torch.device, tuple[str, ...]], tuple[Template, PlacedLaunches]] = {}
+        self._launches: dict[tuple[int, torch.device], tuple[Template, PlacedLaunches]] = {}
 
-    def prepare(self, device: torch.device, lent: Sequence[Collection[str]] = ()) -> None:
-        """Works out the sums of buckets on a device; ``lent`` names the lent slots of each, in the order of slots."""
-        for number, layout in enumerate(self.layouts):
+    def prepare(self, device: torch.device) -> None:
+        """Works out the sums of buckets on a device."""
+        for layout in self.layouts:
             if worth_launch(layout.size_bytes, device):
-                self._launch(layout, device, tuple(lent[number]) if lent else ())
+                self._launch(layout, device)
 
     def prepare_totals(self) -> Totals:
         """Works out the digests of all buckets together; returns those of sums that are 0."""
@@ -144,9 +144,9 @@ class PlanSums:
         known = self._layout_of.get(layout.index) == layout
         if bucket.sums is not None or not known or not worth_launch(layout.size_bytes, device):
             return sums_of_slots(bucket)
-        template, launches = self._launch(layout, device, tuple(bucket.lent))
-        addresses = tuple(memory.data_ptr() for memory in (bucket.data, *bucket.lent.values()))
-        return launches.run(addresses, lambda: Placed(template, addresses))
+        template, launches = self._launch(layout, device)
+        address = bucket.data.data_ptr()
+        return launches.run(address, lambda: Placed(template, [address]))
 
     def totals(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> Totals:
         """Builds the digests of all that travelled, from the sums of each bucket's slots.  Waits for the device."""
@@ -161,18 +161,12 @@ class PlanSums:
     def _contents(self) -> Contents:
         return Contents(self.layouts)
 
-    def _launch(
-        self, layout: BucketLayout, device: torch.device, lent: tuple[str, ...]
-    ) -> tuple[Template, PlacedLaunches]:
-        """The sums of a bucket wherever it and its lent slots lie."""
-        known = self._launches.get((layout.index, device, lent))
+    def _launch(self, layout: BucketLayout, device: torch.device) -> tuple[Template, PlacedLaunches]:
+        """The sums of a bucket wherever it lies."""
+        known = self._launches.get((layout.index, device))
         if known is None:
-            numbers = {name: 1 + number for number, name in enumerate(lent)}
-            sizes = {slot.spec.name: slot.size_bytes for slot in layout.slots} if lent else {}
-            lying = {name: flat_stand_in(sizes[name]) for name in lent}
-            bucket = Bucket(layout, flat_stand_in(layout.size_bytes), lent=lying)
+            bucket = Bucket(layout, flat_stand_in(layout.size_bytes))
             transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(_pieces_of(bucket))]
-            memories = [(numbers.get(slot.spec.name, 0), NOWHERE) for slot in layout.slots]
-            known = Template(transfers, memories, device), PlacedLaunches(device, len(layout.slots))
-            self._launches[layout.index, device, lent] = known
+            template = Template(transfers, [(0, NOWHERE)] * len(transfers), device)
+            known = self._launches[layout.index, device] = template, PlacedLaunches(device, len(layout.slots))
         return known

@@ -75,11 +75,6 @@ class CastSums:
             memory = scratch.buffer(part.layout.size_bytes, bucket.data.device)
             goal = Bucket(part.layout, memory[: part.layout.size_bytes])
             copy_all([run.target.of(goal.data) for run in part.runs], [run.source.of(bucket.data) for run in part.runs])
-            for slot, into in zip(part.sources, part.layout.slots, strict=True) if bucket.lent else ():
-                if slot.spec.name in bucket.lent:  # it lies elsewhere
-                    row = into.first_row - slot.first_row
-                    view = bucket.view(slot)
-                    goal.view(into).copy_(view[row : row + into.num_rows] if slot.shape else view)
             yield part.layout.slots, sums.of(goal)
 
     def _of(self, layout: BucketLayout) -> tuple[list[_CastPart], PlanSums]:
@@ -113,18 +108,15 @@ class _CastPart(NamedTuple):
 
     Attributes:
         layout: Where the cast values lie in a buffer.
-        sources: The slot of the bucket for each of its slots.
         runs: The copies that cast them.
     """
 
     layout: BucketLayout
-    sources: list[TensorSlot]
     runs: list[_Run]
 
 
 def _cast_parts(layout: BucketLayout, dtypes: Mapping[str, Collection[str]]) -> Iterator[_CastPart]:
     slots: list[TensorSlot] = []
-    sources: list[TensorSlot] = []
     runs: list[_Run] = []
     number = 0
     for slot, spec, row, rows in _rows_to_cast(layout, dtypes):
@@ -137,8 +129,8 @@ def _cast_parts(layout: BucketLayout, dtypes: Mapping[str, Collection[str]]) -> 
         end = last.target.end if last is not None else 0
         first = end + gap // own.itemsize * kept.itemsize if joins else -(-end // kept.itemsize) * kept.itemsize
         if slots and first + size_bytes > _CAST_BYTES:
-            yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=end), sources, runs)
-            slots, sources, runs, number, first, joins = [], [], [], number + 1, 0, False
+            yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=end), runs)
+            slots, runs, number, first, joins = [], [], number + 1, 0, False
         source = _Span(start, start + rows * slot.spec.row_bytes, own)
         target = _Span(first, first + size_bytes, kept)
         if joins:
@@ -146,10 +138,9 @@ def _cast_parts(layout: BucketLayout, dtypes: Mapping[str, Collection[str]]) -> 
             source, target = source._replace(start=before.source.start), target._replace(start=before.target.start)
         runs.append(_Run(source, target))
         slots.append(TensorSlot(spec=spec, offset_bytes=first, first_row=slot.first_row + row, num_rows=rows))
-        sources.append(slot)
     if slots:
         size_bytes = runs[-1].target.end
-        yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=size_bytes), sources, runs)
+        yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=size_bytes), runs)
 
 
 def _rows_to_cast(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -21,7 +21,6 @@ def bucketize(
     layouts: Sequence[BucketLayout],
     group: TrainerGroup,
     slots: Sequence[torch.Tensor] | None,
-    lent: Sequence[Mapping[str, torch.Tensor]] = (),
     sources: SourceSums | None = None,
     *,
     scattered: bool = False,
@@ -34,7 +33,6 @@ def bucketize(
 
     Args:
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
-        lent: Zero-copy tensors of each bucket (``Bucket.lent``), in order; empty if every tensor is to be copied.
         sources: Takes the sums of this rank's shards, if the exporter is ``Summing``; None for no sums.
         first: Number of the bucket to begin with.
         unsummed: Number of the first buckets that ``sources`` has the sums of already.
@@ -54,10 +52,9 @@ def bucketize(
     sums_on_the_way = sources is not None and isinstance(exporter, Summing)
     for number, layout in enumerate(layouts[first:], first):
         taker = sources if number >= unsummed else None
-        stays = lent[number] if lent else {}
         if taker is not None:
             taker.finite = None
-        bucket = Bucket(layout, slots[number % len(slots)], lent=stays) if slots is not None else None
+        bucket = Bucket(layout, slots[number % len(slots)]) if slots is not None else None
         if scattered:
             assert bucket is not None
             sums = cast(Scattering, exporter).fill_own(bucket, layout, group, taker)

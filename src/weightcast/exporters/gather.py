@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +17,6 @@ import torch
 
 from weightcast.comm.ipc import shared_buffer_at
 from weightcast.comm.trainer_group import Move, TrainerGroup
-from weightcast.digest.copies import flat_bytes
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.source_sums import Folded, SourceSums, Taker
 from weightcast.digest.transfers import prepare_kernels
@@ -27,13 +26,10 @@ from weightcast.exporters.held_parts import Batch, Held, HeldParts, InMemory, Lo
 from weightcast.exporters.own_parts import OwnMemory, OwnParts
 from weightcast.exporters.ownership import Shared, SharedPart
 from weightcast.protocols import BucketUse
-from weightcast.wire.box import Box, contains, is_one_run, slices
+from weightcast.wire.box import Box, is_one_run, slices
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
-from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-
-# A zero-copy tensor is a broadcast of its own; copying a smaller one into the bucket is quicker.
-MIN_LENT_BYTES = 4 << 20
+from weightcast.wire.layout import BucketLayout, TensorSpec
 
 
 class Gatherer:
@@ -59,7 +55,6 @@ class Gatherer:
         self._shared = shared
         self._group: TrainerGroup | None = None
         self._plans: dict[int, tuple[GatherPlan, OwnParts]] = {}
-        self._large: dict[int, tuple[BucketLayout, list[TensorSlot]]] = {}  # slots of each bucket that may be lent
 
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part, as ``Shared.agree`` does.  Collective."""
@@ -76,14 +71,12 @@ class Gatherer:
         group: TrainerGroup,
         use: BucketUse,
         *,
-        lent: Collection[str] = (),
         data: torch.Tensor | None = None,
         receivers: tuple[int, ...] | None = None,
     ) -> None:
         """Works out what a bucket needs; see ``Planning.plan``.
 
         Args:
-            lent: Names of this bucket's zero-copy tensors.
             data: The buffer that it will be filled into; None if that is not there yet.
             receivers: As for ``fill``.
         """
@@ -93,7 +86,7 @@ class Gatherer:
             plan.ledger.prepare(group.world_size)
         with torch.no_grad():
             copies = use.copies and group.rank in receivers
-            own.prepare(group.device, lent, copies=copies, sums=use.sums, data=data)
+            own.prepare(group.device, copies=copies, sums=use.sums, data=data)
 
     def fill(
         self,
@@ -198,24 +191,6 @@ class Gatherer:
     ) -> Folded:
         """Combines ``answers``, the sums of each rank in order: int64 on the CPU, as many as ``source_counts`` says."""
         return self._plan(layout, group, receivers or group.receivers)[0].ledger.fold(answers)
-
-    def lend(self, layout: BucketLayout, group: TrainerGroup) -> dict[str, torch.Tensor]:
-        """Views for ``Bucket.lent``: large tensors whose bytes this rank already holds as they travel."""
-        self.prepare(group)
-        found: dict[str, torch.Tensor] = {}
-        known = self._large.get(layout.index)
-        if known is None or known[0] is not layout:
-            large = [slot for slot in layout.slots if slot.size_bytes >= MIN_LENT_BYTES]
-            known = self._large[layout.index] = layout, large
-        for slot in known[1]:
-            box = slot.box
-            for held in self._held.local(self._held.number[slot.spec.name]):
-                if held.memory is None or not contains(held.box, box):
-                    continue
-                memory = held.memory.detach()[slices(box, held.box.offset)]
-                if is_ready(memory, slot.spec, group.device):
-                    found[slot.spec.name] = flat_bytes(memory)
-        return found
 
     def _plan(
         self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...], *, scattered: bool | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -139,7 +138,7 @@ class GatheredExporter(NamedExporter, ABC):
         """Implements ``Planning.plan``."""
         for layout in layouts:
             with self._tensors.imagined(self.sources(layout)):
-                super().plan([layout], group, replace(use, lent=()))
+                super().plan([layout], group, use)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

@@ -74,9 +74,8 @@ class GatheringExporter:
         """Implements ``Planning.plan``."""
         with self._tensors.looking():
             for number, layout in enumerate(layouts):
-                lent, buffers = use.lent[number] if use.lent else (), use.buffers
-                data = buffers[number % len(buffers)] if buffers else None
-                self._gatherer.plan(layout, group, use, lent=lent, data=data)
+                data = use.buffers[number % len(use.buffers)] if use.buffers else None
+                self._gatherer.plan(layout, group, use, data=data)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
@@ -335,12 +334,6 @@ class WeightsExporter(NamedExporter):
         """Implements ``Mappable.sum_own``."""
         with self._tensors.looking():
             self._gatherer.sum_own(layout, group, sources)
-
-    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> list[dict[str, torch.Tensor]]:
-        """Zero-copy tensors of each bucket, as ``Lender.lend`` describes."""
-        with self._tensors.looking():
-            self._prepare(group)
-            return [self._gatherer.lend(layout, group) for layout in layouts]
 
 
 class ModuleExporter(WeightsExporter):

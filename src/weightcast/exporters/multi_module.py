@@ -143,7 +143,7 @@ class ComposedExporter:
             inner = [cut.layout for cut in cuts if cut.part is part]
             if inner and isinstance(exporter, Planning):
                 summed = use.sums and isinstance(exporter, Summing)
-                exporter.plan(inner, group, replace(use, lent=(), sums=summed, buffers=()))
+                exporter.plan(inner, group, replace(use, sums=summed, buffers=()))
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

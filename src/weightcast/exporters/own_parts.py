@@ -5,7 +5,7 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ class _CopySteps:
     """Remembered steps that copy this rank's parts, valid while the sources lie as in ``layout``, a ``Seen.layout``.
 
     ``summed`` are those of ``launches``, wherever bucket and sources lie; None if there are none.  ``rest`` has the
-    computed parts, which are written anew each time, and ``computed`` their sums.  ``lent`` names zero-copy tensors.
+    computed parts, which are written anew each time, and ``computed`` their sums.
     """
 
     sources: list[int]
@@ -124,7 +124,6 @@ class _CopySteps:
     copies: list[_Copy]
     rest: list[OwnPart]
     computed: _ComputedSums
-    lent: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +192,6 @@ class OwnParts:
     def prepare(
         self,
         device: torch.device,
-        lent: Collection[str],
         *,
         copies: bool,
         sums: bool,
@@ -203,7 +201,6 @@ class OwnParts:
 
         Args:
             device: Device of the bucket.
-            lent: Names of the zero-copy tensors.
             copies: True if parts will be copied into a bucket, else they are read where they lie.
             sums: True if parts will be summed.
             data: The buffer that they will be copied into; None if that is not there yet.
@@ -212,13 +209,13 @@ class OwnParts:
             return
         summed = False
         if copies:
-            steps, found = self._copy_steps(device, frozenset(lent))
+            steps, found = self._copy_steps(device)
             if steps.summed is not None and data is not None:
                 steps.launches.prepare(*_placing(steps.summed, found, data.data_ptr()))
             if steps.rest and data is not None:
                 bucket = Bucket(self._layout, data)
                 self._held.prepare_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
-            summed = not steps.lent and not steps.copies and not steps.rest
+            summed = not steps.copies and not steps.rest
         if sums and not summed:
             steps, found = self._sum_steps()
             for template, launches in steps.launches.values():
@@ -231,9 +228,9 @@ class OwnParts:
             The sums of the slots, if all parts were summed on the way; ``taker`` has them too then.
         """
         self._seen = [], None
-        steps, found = self._copy_steps(bucket.data.device, frozenset(bucket.lent))
+        steps, found = self._copy_steps(bucket.data.device)
         # Of some slots there would be no sum: then all parts are summed where they lie.
-        summed = taker is not None and not steps.lent and not steps.copies and not steps.rest
+        summed = taker is not None and not steps.copies and not steps.rest
         sums = None
         if steps.summed is not None:
             sums = self._copy_and_sum(steps, steps.summed, found, bucket, summed=summed)
@@ -271,13 +268,13 @@ class OwnParts:
         for device, parts in self._cast_parts(cast):
             self._sum_cast(parts, device, taker, scratch)
 
-    def _copy_steps(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
+    def _copy_steps(self, device: torch.device) -> tuple[_CopySteps, Seen]:
         """The steps of ``copy_into``, as long as they fit the parts as they lie now."""
         steps, found = self._copying, None
-        if steps is not None and steps.lent == lent:
+        if steps is not None:
             found = steps.watched.now()
         if steps is None or found is None or found.layout is not steps.layout:
-            steps, found = self._plan_copies(device, lent)
+            steps, found = self._plan_copies(device)
             self._copying = steps
         return steps, found
 
@@ -335,11 +332,11 @@ class OwnParts:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
         return steps.launches.run(*_placing(template, found, bucket.data.data_ptr()), summed=summed)
 
-    def _plan_copies(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
+    def _plan_copies(self, device: torch.device) -> tuple[_CopySteps, Seen]:
         """The steps that copy the parts into a bucket on a device, wherever it lies."""
         views: list[tuple[int, OwnPart, _View, torch.Tensor]] = []
         rest: list[OwnPart] = []
-        parts = [(number, own) for number, own in enumerate(self._parts) if own.slot.spec.name not in lent]
+        parts = list(enumerate(self._parts))
         for (number, own), found in zip(parts, self._views_of([own for _, own in parts]), strict=True):
             if found is None:
                 rest.append(own)
@@ -372,7 +369,7 @@ class OwnParts:
         template = Template(transfers, memories, device) if transfers else None
         placed = PlacedLaunches(device, len(self._parts), looks=self._looks)
         computed = _ComputedSums(self._layout, [own for own in rest if own.computed and own.place is not None], device)
-        return _CopySteps(sources, watched, seen.layout, template, placed, copies, rest, computed, lent), seen
+        return _CopySteps(sources, watched, seen.layout, template, placed, copies, rest, computed), seen
 
     def _watch(self, sources: list[int]) -> tuple[list[int], Watched]:
         """One and the same watch for the same sources: what is copied and then summed is looked at once."""

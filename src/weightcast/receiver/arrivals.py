@@ -16,7 +16,6 @@ class Arrivals:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}  # by tensor; without the buckets in ``_followed``
         self._parts: dict[str, torch.Tensor] = {}
-        self.abandoned = False
         # Rows of each bucket of the last complete update, in order, if all their tensors are whole; and its tensors.
         self._complete: list[Mapping[str, int]] = []
         self._specs: Sequence[TensorSpec] = ()
@@ -28,56 +27,37 @@ class Arrivals:
         """Starts an update, of which nothing has arrived."""
         self._rows.clear()
         self._parts.clear()
-        self.abandoned = False
         self._followed, self._whole = [], []
 
     def begin_again(self) -> None:
         """Starts to count again, and keeps the rows of tensors that were not yet put together."""
         self._rows.clear()
-        self.abandoned = False
         self._followed, self._whole = [], []
 
     def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:
         """Looks, between updates, whether these rows of each bucket are all of these tensors, as ``missing`` would."""
-        if self.abandoned:
-            return
         self.begin()
         if all(map(self.take_all, buckets)):
             self.missing(specs)
         self.begin()
 
-    def abandon(self) -> None:
-        """Gives up this update: ``check`` refuses every other bucket of it."""
-        self.abandoned = True
-
-    def check(self, slot: TensorSlot) -> None:
-        """Raises ``Refused`` unless these rows are the next ones of their tensor, or if the update was abandoned."""
-        if self.abandoned:
-            raise Refused("a bucket of this update was given up half way", hint="open another session")
+    def take(self, slot: TensorSlot) -> None:
+        """Counts a slot's rows; raises ``Refused`` unless they are the next ones of their tensor."""
         self._count_followed()
         arrived = self._rows.get(slot.spec.name)
         if slot.first_row != (arrived or 0) or (slot.whole and arrived is not None):
             raise Refused(f"{slot.spec.name}: rows from {slot.first_row} arrived after {arrived or 0} rows")
-
-    def take(self, slot: TensorSlot) -> None:
-        """Counts a slot's rows; raises as ``check``."""
-        self.check(slot)
         self._whole = None
         self._rows[slot.spec.name] = slot.first_row + slot.num_rows
 
-    def expects(self, rows: Mapping[str, int]) -> bool:
-        """True if these rows of a bucket come next, as they did in the last complete update."""
-        number = len(self._followed)
-        follows = not self._rows and not self.abandoned and number < len(self._complete)
-        return follows and self._complete[number] is rows
-
     def take_all(self, rows: Mapping[str, int]) -> bool:
         """Counts all slots of a bucket at once; False, as for empty ``rows``, if they must be counted one by one."""
-        if self.expects(rows):
-            self._followed.append(rows)
+        number = len(self._followed)
+        if not self._rows and number < len(self._complete) and self._complete[number] is rows:
+            self._followed.append(rows)  # as in the last complete update
             return True
         self._count_followed()
-        if not rows or self.abandoned or not self._rows.keys().isdisjoint(rows):
+        if not rows or not self._rows.keys().isdisjoint(rows):
             return False
         self._rows.update(rows)
         if self._whole is not None:

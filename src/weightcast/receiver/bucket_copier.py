@@ -27,11 +27,10 @@ _Rest = list[tuple[TensorSlot, Copy]]
 class _Prepared:
     """The launches of one bucket, for any place of the bucket and of the parameters, whose form is ``form``.
 
-    Lent slots are in the order of their memories; ``rest`` are copies that are no transfers.
+    ``rest`` are copies that are no transfers.
     """
 
     form: TensorPlaces
-    lent: tuple[str, ...]
     template: Template
     launches: PlacedLaunches
     rest: _Rest
@@ -47,16 +46,16 @@ class BucketCopier:
     def __init__(self) -> None:
         self._overflows: dict[str, list[torch.Tensor]] = {}
 
-    def prepare(self, plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> None:
-        """Works out the launch of a bucket that will lie on this device; ``lent`` names the slots that will be lent."""
+    def prepare(self, plan: BucketPlan, staging: Staging, device: torch.device) -> None:
+        """Works out the launch of a bucket that will lie on this device."""
         if transfers_on(device):
-            _prepare(plan, staging, device, lent)
+            _prepare(plan, staging, device)
 
     def place(self, bucket: Bucket, plan: BucketPlan, staging: Staging) -> None:
         """Works out the launches of a bucket that lies here, into either set of weights."""
         device = bucket.data.device
         if staging.staged and transfers_on(device):
-            prepared = _prepare(plan, staging, device, frozenset(bucket.lent))
+            prepared = _prepare(plan, staging, device)
             for number, _, targets in staging.sets():
                 place = bucket.data.data_ptr(), number
                 prepared.launches.prepare(place, partial(_placed, prepared, bucket, plan, targets))
@@ -75,13 +74,12 @@ class BucketCopier:
     def copy(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool = True) -> torch.Tensor | None:
         """Copies a bucket into the staging set; done on a CPU, enqueued on the current stream of a GPU.
 
-        Lent slots lie where they belong already.  Returns ``Bucket.sums`` where they were taken on the way.
+        Returns ``Bucket.sums`` where they were taken on the way.
         """
         if transfers_on(bucket.data.device):
             sums = self._copy_and_sum(bucket, plan, staging, summed=summed)
             return sums if summed else None
-        lent = bucket.lent
-        copies = [(slot, copy) for slot, copies in plan.table if slot.spec.name not in lent for copy in copies]
+        copies = [(slot, copy) for slot, copies in plan.table for copy in copies]
         copy_plainly(bucket.data, copies, staging, self._overflows)
         return None
 
@@ -90,43 +88,35 @@ class BucketCopier:
         where: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
             where = where, tuple(map(torch.Tensor.data_ptr, map(staging.targets.__getitem__, plan.parameters)))
-        device, lent, place = bucket.data.device, frozenset(bucket.lent), (bucket.data.data_ptr(), where)
-        found = plan.prepared.get((device, lent))
+        device, place = bucket.data.device, (bucket.data.data_ptr(), where)
+        found = plan.prepared.get(device)
         if not isinstance(found, _Prepared) or place not in found.launches:
-            found = _prepare(plan, staging, device, lent)
+            found = _prepare(plan, staging, device)
         sums = found.launches.run(place, partial(_placed, found, bucket, plan, staging.targets), summed=summed)
         copy_plainly(bucket.data, found.rest, staging, self._overflows)
         return sums
 
 
 def _placed(prepared: _Prepared, bucket: Bucket, plan: BucketPlan, targets: Mapping[str, torch.Tensor]) -> Placed:
-    memories = bucket.data, *map(targets.__getitem__, plan.parameters), *map(bucket.lent.__getitem__, prepared.lent)
+    memories = bucket.data, *map(targets.__getitem__, plan.parameters)
     return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
 
-def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> _Prepared:
+def _prepare(plan: BucketPlan, staging: Staging, device: torch.device) -> _Prepared:
     """The launches of a bucket wherever it lies; parameters on other devices are written by the rest of the copies."""
-    known = plan.prepared.get((device, lent))
+    known = plan.prepared.get(device)
     found = list(map(staging.targets.__getitem__, plan.parameters))
     if isinstance(known, _Prepared) and known.form.fits(found):
         return known
     targets = dict(zip(plan.parameters, found, strict=True))
     made = StandIns()
     near = {name: made.of(target) if target.device == device else target for name, target in targets.items()}
-    names = tuple(slot.spec.name for slot in plan.layout.slots if slot.spec.name in lent)
-    sizes = {slot.spec.name: slot.size_bytes for slot in plan.layout.slots} if names else {}
-    bucket = Bucket(
-        plan.layout, flat_stand_in(plan.layout.size_bytes), lent={name: flat_stand_in(sizes[name]) for name in names}
-    )
-    transfers, ends, rest = _transfers_of(bucket, plan, near.__getitem__)
-    written = {name: 1 + number for number, name in enumerate(plan.parameters)}
-    read = {name: 1 + len(written) + number for number, name in enumerate(names)}
-    memories = [
-        (0 if source is None else read[source], NOWHERE if target is None else written[target])
-        for source, target in ends
-    ]
+    bucket = Bucket(plan.layout, flat_stand_in(plan.layout.size_bytes))
+    transfers, written, rest = _transfers_of(bucket, plan, near.__getitem__)
+    numbers = {name: 1 + number for number, name in enumerate(plan.parameters)}
+    memories = [(0, NOWHERE if name is None else numbers[name]) for name in written]
     template, launches = Template(transfers, memories, device), PlacedLaunches(device, len(plan.table))
-    prepared = plan.prepared[device, lent] = _Prepared(TensorPlaces(found), names, template, launches, rest)
+    prepared = plan.prepared[device] = _Prepared(TensorPlaces(found), template, launches, rest)
     return prepared
 
 
@@ -156,11 +146,6 @@ def copy_plainly(
     copy_all(targets, sources)
 
 
-def target_of(copy: Copy, staging: Staging) -> torch.Tensor:
-    """The memory that a copy writes."""
-    return written_by(copy, staging.target(copy.parameter))
-
-
 def written_by(copy: Copy, whole: torch.Tensor) -> torch.Tensor:
     """The part of a parameter that a copy writes."""
     whole = whole.detach()
@@ -169,36 +154,29 @@ def written_by(copy: Copy, whole: torch.Tensor) -> torch.Tensor:
 
 def _transfers_of(
     bucket: Bucket, plan: BucketPlan, target: Callable[[str], torch.Tensor]
-) -> tuple[list[Transfer], list[tuple[str | None, str | None]], _Rest]:
-    """The transfers of a bucket, which sum every slot; what each reads and writes; and the copies that are none.
-
-    What a transfer reads is the name of a lent slot, or None for the bucket.  What it writes is a parameter, or None.
-    """
+) -> tuple[list[Transfer], list[str | None], _Rest]:
+    """The transfers of a bucket, which sum every slot; what each writes (a parameter or None); and the other copies."""
     flat = Flat(bucket.data)
     transfers: list[Transfer] = []
-    ends: list[tuple[str | None, str | None]] = []
+    parameters: list[str | None] = []
     rest: _Rest = []
     for number, (slot, copies) in enumerate(plan.table):
         whole = Transfer(piece=piece_of(slot, bucket.view(slot), slot.first_row), total=number)
-        if slot.spec.name in bucket.lent:  # lies where it belongs already
-            transfers.append(whole)
-            ends.append((slot.spec.name, None))
-            continue
         if len(copies) == 1 and copies[0].shape == slot.shape:
             both = replace(whole, target=written_by(copies[0], target(copies[0].parameter)))
             if can_transfer(both):
                 transfers.append(both)
-                ends.append((None, copies[0].parameter))
+                parameters.append(copies[0].parameter)
                 continue
         transfers.append(whole)
-        ends.append((None, None))
+        parameters.append(None)
         for copy in copies:
             part = flat.region(slot.spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
             written = written_by(copy, target(copy.parameter))
             transfer = Transfer(piece=Piece(tensor=part, full_shape=copy.shape), target=written)
             if can_transfer(transfer):
                 transfers.append(transfer)
-                ends.append((None, copy.parameter))
+                parameters.append(copy.parameter)
             else:
                 rest.append((slot, copy))
-    return transfers, ends, rest
+    return transfers, parameters, rest

@@ -32,7 +32,6 @@ class BucketPlan:
     """The copies of one bucket.  It holds no views, which would keep the memory of a sleeping engine alive.
 
     Attributes:
-        unbroken: Slots that one copy takes whole to adjacent elements, by their first byte in the bucket.
         rows: Number of rows of each tensor by name, if every slot is a whole tensor that is copied or ignored;
             else empty.
         prepared: The launches of a copier, which go with the plan.
@@ -40,7 +39,6 @@ class BucketPlan:
 
     layout: BucketLayout
     table: Sequence[tuple[TensorSlot, Sequence[Copy]]]
-    unbroken: Mapping[int, tuple[TensorSlot, Copy]]
     parameters: tuple[str, ...]
     rows: Mapping[str, int]
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
@@ -58,7 +56,6 @@ def plan_bucket(layout: BucketLayout, routes: Mapping[str, Sequence[Route]], com
     return BucketPlan(
         layout=layout,
         table=table,
-        unbroken={slot.offset_bytes: (slot, copies[0]) for slot, copies in table if _is_unbroken(slot, copies)},
         parameters=tuple(dict.fromkeys(copy.parameter for _, copies in table for copy in copies)),
         rows=rows,
     )
@@ -83,11 +80,3 @@ def _copy_of(route: Route, slot: TensorSlot) -> Copy | None:
         source_stride=stride,
         source_offset=start + sum(at * step for at, step in zip(begin, stride, strict=True)),
     )
-
-
-def _is_unbroken(slot: TensorSlot, copies: Sequence[Copy]) -> bool:
-    """True if one copy, the only one, takes all of the slot to adjacent elements in the slot's order."""
-    if len(copies) != 1 or not slot.size_bytes:
-        return False
-    copy = copies[0]
-    return copy.shape == slot.shape and copy.stride == contiguous_strides(copy.shape)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.digest.copies import flat_bytes
 from weightcast.errors import ConfigError, EngineFailure, Refused, some
 from weightcast.receiver.arrivals import Arrivals
-from weightcast.receiver.bucket_copier import BucketCopier, target_of
-from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
+from weightcast.receiver.bucket_copier import BucketCopier
+from weightcast.receiver.bucket_plan import BucketPlan, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
@@ -117,7 +116,6 @@ class Loader:
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self._loaded: list[BucketPlan] = []  # of this update, in order
-        self._unsafe: set[str] = set()  # parameters to whose second set a broadcast may write that was given up
         self._copier = BucketCopier()
         self.plan = LoadPlan()
         self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
@@ -213,10 +211,6 @@ class Loader:
         """
         self._use(plan)
         self._copier.begin()
-        if self._arrivals.abandoned:
-            self.staging.abandon()
-            self.staging.allocate()
-            self._unsafe.clear()
         self.staging.begin()
         self.staging.look(forms=True)
         self._arrivals.begin()
@@ -235,15 +229,11 @@ class Loader:
         """
         self.staging.look(forms=True)
         self._use(message.plan)
-        layouts, runs = message.plan.layouts, message.plan.bucket_runs
+        layouts = message.plan.layouts
         for number, layout in enumerate(layouts):
             plan = self._plan(layout)
-            if self._arrivals.abandoned:
-                continue  # the staging set is allocated anew when an update begins
             if message.way == "buckets":
-                straight = self._straight(plan, runs[number] if number < len(runs) else ())
-                lent = frozenset(slot.spec.name for slot, _ in straight)
-                self._copier.prepare(plan, self.staging, self._device, lent)
+                self._copier.prepare(plan, self.staging, self._device)
             elif number < len(message.parts) and message.parts[number]:
                 parts = message.parts[number]
                 exchange = self.scattered.plan_exchange(layout, parts, read=message.way == "reads")
@@ -264,38 +254,6 @@ class Loader:
         """Works out the launches for a bucket that will come in this memory."""
         self._copier.place(bucket, self._plan(bucket.layout), self.staging)
 
-    def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.
-
-        A slot has one if the model is on the host and staged, and the slot is a run of its own that is kept whole, in
-        its order and dtype.  A receiver that gives up half way calls ``abandon``.  The ``runs`` are in bytes.
-        Errors are those of ``load``.
-        """
-        places: dict[str, torch.Tensor] = {}
-        plan = self._plan(layout)
-        expected = self._arrivals.expects(plan.rows)
-        for slot, copy in self._straight(plan, runs):
-            if not expected:
-                self._arrivals.check(slot)  # before anything is overwritten
-            places[slot.spec.name] = flat_bytes(target_of(copy, self.staging))
-        return places
-
-    def may_place(self, index: int, runs: Sequence[int]) -> bool:
-        """True if ``places`` for the bucket with this number, not announced yet, will probably not be empty."""
-        plan = self.plan.buckets.get(index)
-        if plan is None:
-            return self.staging.staged and len(runs) > 1
-        return any(True for _ in self._straight(plan, runs))
-
-    def abandon(self, layout: BucketLayout, names: Collection[str]) -> None:
-        """Gives up a bucket while a broadcast may still write to its ``places``, whose slots have these names.
-
-        No bucket is taken until ``rewind``, or until the next update begins: both get other memory.
-        """
-        copies = [copy for slot, some in self._plan(layout).table if slot.spec.name in names for copy in some]
-        self._unsafe.update(copy.parameter for copy in copies)
-        self._arrivals.abandon()
-
     def rewind(self, buckets: int) -> None:
         """Forgets all buckets of this update but the first ones, because the others come again.
 
@@ -313,9 +271,7 @@ class Loader:
                 f"the first rows of {some(sorted(cut))}, which the model's own loader takes, would not come again",
                 hint="go back to the first bucket",
             )
-        self.staging.renew(self._unsafe)
         self.staging.begin()
-        self._unsafe.clear()
         self._arrivals.begin_again()
         for plan in kept:
             self._count_rows(plan)
@@ -330,7 +286,7 @@ class Loader:
             ``Bucket.sums`` if they were taken on the way; else None.
 
         Raises:
-            Refused: Rows arrive out of order or twice, a tensor was not announced, or the update was abandoned.
+            Refused: Rows arrive out of order or twice, or a tensor was not announced.
         """
         plan = self._plan(bucket.layout)
         self._take_over(bucket, plan)
@@ -377,19 +333,6 @@ class Loader:
         totals = torch.tensor([total for _, total in wholes], dtype=torch.int64)
         table = HeldTable((*found.table.parts, *(part for part, _ in wholes)))
         return HeldSums(table, torch.cat([found.totals, totals]))
-
-    def _straight(self, plan: BucketPlan, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, Copy]]:
-        """The slots that can be received into their destination directly."""
-        start = 0
-        for size_bytes in runs if self.staging.staged else ():
-            slot, copy = plan.unbroken.get(start, (None, None))
-            start += size_bytes
-            if slot is None or copy is None or slot.end_bytes != start:
-                continue
-            # Not the staged one: that of a model on a GPU may be in host memory, where no bucket arrives.
-            live = self.staging.live(copy.parameter)
-            if live.device.type == "cpu" and live.dtype == slot.spec.torch_dtype:
-                yield slot, copy
 
     def _take_over(self, bucket: Bucket, plan: BucketPlan) -> None:
         """Counts the bucket's rows and hands computed sources to the model's own loader."""

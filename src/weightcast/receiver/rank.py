@@ -404,28 +404,15 @@ class WeightReceiver:
         return self._ack(part=chunks.read(message.index, self.loader.staging.live))
 
     def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
-        """Receives a broadcast bucket directly into the staging set, or into a buffer while the one before is loaded.
-
-        Only an announced bucket has destinations, so the next one is not received early if it may have some.
-        """
-        runs, next_runs = (*session.bucket_runs[layout.index : layout.index + 2], (), ())[:2]
-        places = {} if self._broadcast.entered else self.loader.places(layout, runs)
-        try:
-            return self._broadcast.read(
-                layout,
-                group,
-                timeout_s=session.timeout_s,
-                runs=runs,
-                next_runs=() if self.loader.may_place(layout.index + 1, next_runs) else next_runs,
-                places=places,
-                patience_s=session.lease_s,  # the trainer may rebuild the group of other engines first
-            )
-        except Refused:
-            raise  # before anything was entered
-        except BaseException:
-            if places:
-                self.loader.abandon(layout, places)
-            raise
+        """Receives a broadcast bucket into a buffer; that of the next one is entered if its size is known."""
+        following = session.bucket_sizes[layout.index + 1 : layout.index + 2]
+        return self._broadcast.read(
+            layout,
+            group,
+            timeout_s=session.timeout_s,
+            next_bytes=following[0] if following else 0,
+            patience_s=session.lease_s,  # the trainer may rebuild the group of other engines first
+        )
 
     def _resume_from(self, message: Resume) -> RankAck:
         """Forgets the buckets after ``message.buckets``, and the memory to which their broadcasts may still write."""

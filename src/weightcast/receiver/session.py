@@ -366,7 +366,7 @@ class SessionHandler:
             session.groups.add(group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
         session.buckets += 1
-        if session.buckets != len(session.open.bucket_runs):
+        if session.buckets != len(session.open.bucket_sizes):
             return ack
         # After the last bucket the sender's next message would be Close: this saves it.
         closed = self._close(Close(session=message.session, buckets=session.buckets))

@@ -8,7 +8,7 @@ holds the old version, which ``undo`` restores.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -177,26 +177,6 @@ class Staging:
         """As ``MappedSet.restore``."""
         if self._mapped is not None:
             self._mapped.restore()
-
-    def abandon(self) -> None:
-        """Drops the set while a broadcast may write to it, and keeps it alive; ``allocate`` then gets other memory."""
-        self._reset_progress()
-        self._placing = _Placing(TensorPlaces([]), None)
-        self._waiting.clear()
-
-    def renew(self, names: Collection[str]) -> None:
-        """Moves these parameters of the second set to other memory, while a broadcast may write to where they lay.
-
-        For parameters on the host.  The broadcast keeps the old memory alive.
-        """
-        for name in names:
-            before = self._waiting[name]
-            after = torch.empty_strided(
-                tuple(before.shape), before.stride(), dtype=before.dtype, pin_memory=before.is_pinned()
-            )
-            self._waiting[name] = after.copy_(before)
-        if names:
-            self._placing = self._placed()
 
     @property
     def number(self) -> int:

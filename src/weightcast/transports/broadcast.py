@@ -232,7 +232,6 @@ SPEC = TransportSpec(
     name="broadcast",
     delivery="group",
     mixes=True,
-    zero_copy=True,
     cells=MANY_RANKS,
     suits=lambda _: True,
     build=lambda wiring: BroadcastTransport.of(wiring, in_flight=wiring.in_flight),
@@ -257,4 +256,4 @@ def _suits_by_rank(placement: Placement) -> bool:
 
 # For an engine whose ranks are on several hosts.  ``auto`` chooses it; nobody asks for it by name.  Ranks that share
 # the trainer's GPU are in no group.
-BY_RANK = replace(SPEC, name="ipc+broadcast", by_rank=True, zero_copy=False, suits=_suits_by_rank, check=check_nccl)
+BY_RANK = replace(SPEC, name="ipc+broadcast", by_rank=True, suits=_suits_by_rank, check=check_nccl)

@@ -350,12 +350,12 @@ class Channel:
             if self._trainers is None:
                 with self._in_turn(index, group):
                     began = time.monotonic()
-                    runs = [run for run in bucket.runs() if run.numel()]
-                    works = [group.start_broadcast(run) for run in runs]
+                    data = bucket.data[: bucket.layout.size_bytes]
+                    work = group.start_broadcast(data) if data.numel() else None
                     if index < self._begun:
-                        self.resent_bytes += sum(run.numel() for run in runs)
+                        self.resent_bytes += data.numel()
                     self._begun = max(self._begun, index + 1)
-                for work in works:
+                if work is not None:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
                 self.links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
             if any(link.near or any(link.reads) for link in self.links):

@@ -206,7 +206,6 @@ class TransportSpec:
             do not.
         mixes: True if another transport may send the same gathered buckets to other targets of the update.
         large_buckets: True if larger buckets than usual are faster on GPUs, because engines map them.
-        zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
         check: Raises ConfigError if the transport cannot work with this placement.
@@ -230,7 +229,6 @@ class TransportSpec:
     by_rank: bool = False
     mixes: bool = False
     large_buckets: bool = False
-    zero_copy: bool = False
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = lambda _: False
     check: Callable[[Placement], None] = lambda _: None

@@ -24,7 +24,7 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import BucketUse, Exporter, Lender, Lying, Mappable, Planning, Refilling, Summing
+from weightcast.protocols import BucketUse, Exporter, Lying, Mappable, Planning, Refilling, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.update.bucket_memory import planned_bytes
@@ -81,7 +81,6 @@ class Filling:
     """The buckets of one attempt.
 
     Attributes:
-        lent: The zero-copy tensors of each bucket; empty if there are none.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
         lying: This rank's parts of each bucket that engines read in place.
         mapped: On the head, the handles to all ranks' own memory, for each bucket that engines read there.
@@ -91,7 +90,6 @@ class Filling:
     """
 
     plan: SendPlan
-    lent: Sequence[Mapping[str, torch.Tensor]]
     sources: SourceSums | None
     lying: Sequence[Lying] = ()
     mapped: Sequence[Sequence[Shared]] = ()
@@ -185,8 +183,10 @@ class BucketStream:
         return sum(slot.data.numel() for slot in self._slots)
 
     def plan(self) -> SendPlan:
-        """The plan of the updates to come, with the weights as they lie now."""
-        return self._plan_of(self._lend())
+        """The plan of the updates to come."""
+        if self._plan is None:
+            self._plan = SendPlan(self._specs, self._layouts)
+        return self._plan
 
     def share_ahead(self) -> list[list[Shared]]:
         """The shared memory of each bucket from each trainer rank, in order of rank, on the head.  Collective.
@@ -238,9 +238,7 @@ class BucketStream:
         for layouts, copies in ((mapped, False), (filled, True)):
             if layouts:
                 buffers = [slot.data for slot in self._slots] if copies else []
-                use = BucketUse(
-                    lent=plan.lent, scattered=self._choice.scattered, copies=copies, sums=sums, buffers=buffers
-                )
+                use = BucketUse(scattered=self._choice.scattered, copies=copies, sums=sums, buffers=buffers)
                 exporter.plan(layouts, self._group, use)
 
     def begin(self) -> Filling:
@@ -248,10 +246,9 @@ class BucketStream:
 
         The head has asked the engines what they serve, and they answer meanwhile.
         """
-        lent = self._lend()
         self.exchange.begin()
         sources = SourceSums() if self._verifies else None
-        filling = Filling(plan=self._plan_of(lent), lent=lent, sources=sources)
+        filling = Filling(plan=self.plan(), sources=sources)
         mapped = self._layouts[: self._num_mapped]
         filling.lying = [self._look_at_mapped(layout) for layout in mapped]
         if self._sums_ahead:
@@ -285,12 +282,6 @@ class BucketStream:
         if filling.sources is not None:
             for layout in layouts:
                 cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
-
-    def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> SendPlan:
-        names = [tuple(tensors) for tensors in lent]
-        if self._plan is None or self._plan.lent != names:
-            self._plan = SendPlan(self._specs, self._layouts, names)
-        return self._plan
 
     def send(
         self, filling: Filling, *, sums_buckets: bool, first: int = 0
@@ -343,10 +334,6 @@ class BucketStream:
             slot.close()
         self._slots.clear()
 
-    def _lend(self) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Returns the tensors of each bucket that are sent without a copy; empty if the plan has none."""
-        return cast(Lender, self._exporter).lend(self._layouts, self._group) if self._choice.zero_copy else ()
-
     def _make_slots(self) -> None:
         """Allocates this rank's buffers, if it has any, unless they are there."""
         layouts = self._layouts[self._num_mapped :]
@@ -376,7 +363,6 @@ class BucketStream:
             layouts,
             self._group,
             slots,
-            filling.lent,
             filling.sources,
             scattered=scattered,
             first=begin,

@@ -99,7 +99,6 @@ class Plan:
         self._packing = Packing()
         self._free_bytes = free_bytes
         self._bucket_bytes = 0
-        self._zero_copy = False
         self.cell_limit = MANY_RANKS
         self.cast: dict[str, int] = {}
 
@@ -205,12 +204,8 @@ class Plan:
         self._reading_hosts = tuple(dict.fromkeys(bound)) if placement.on_many_hosts else ()
         read = dict.fromkeys(host for link in links for host in link.reads if host)
         self._leg_hosts = (*read, "") if spec.legs else ()
-        # A copy hides behind the link of a GPU; on the host it takes the cores and the memory that the sending needs.
-        on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
-        self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
             bucket_bytes=self._bucket_bytes,
-            zero_copy=self._zero_copy,
             transport=self.reach.label(links),
             scattered=spec.scattered,
             exchanges=spec.exchanges,
@@ -377,7 +372,6 @@ class Plan:
         sharing = self.reach.of(link.url).shares_memory
         shares = sharing and link.sharing in ("torch", "ring")
         other = self._packing.also(link.adapter.packing) != self._packing
-        other = other or (self._zero_copy and link.adapter.in_flight < 2)
         other = other or (sharing and bool(self._sharings) and link.sharing not in self._sharings)
         if other or (shares and opens != link.info.tp_size):
             raise ConfigError(

@@ -5,7 +5,7 @@ One pass over the bucket tells whether anything in it is wrong.  Only then each 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,11 +27,11 @@ class FiniteCheck:
     """Refuses buckets with a value that is not finite, in update after update."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, tuple[BucketLayout, frozenset[str], list[_Span]]] = {}
+        self._spans: dict[int, tuple[BucketLayout, list[_Span]]] = {}
 
-    def prepare(self, layout: BucketLayout, lent: Collection[str]) -> None:
-        """Works out what a bucket needs to be checked; ``lent`` names the slots that will be lent."""
-        self._spans_of(layout, frozenset(lent))
+    def prepare(self, layout: BucketLayout) -> None:
+        """Works out what a bucket needs to be checked."""
+        self._spans_of(layout)
 
     def check(self, bucket: Bucket) -> None:
         """Checks a filled bucket; NotFinite names tensors with NaN or infinite values.  Waits for its device.
@@ -41,19 +41,15 @@ class FiniteCheck:
         """
         if bucket.finite:
             return
-        layout, lent = bucket.layout, frozenset(bucket.lent)
-        runs = [bucket.data[start:end].view(dtype) for start, end, dtype in self._spans_of(layout, lent)]
-        if not all(_finite(run) for run in runs):
+        spans = [bucket.data[start:end].view(dtype) for start, end, dtype in self._spans_of(bucket.layout)]
+        if not all(map(_finite, spans)):
             _name_not_finite(bucket)
-        for slot in layout.slots if lent else ():
-            if slot.spec.name in lent and _checked(slot.spec.torch_dtype) and not _finite(bucket.view(slot)):
-                _name_not_finite(bucket)
 
-    def _spans_of(self, layout: BucketLayout, lent: frozenset[str]) -> list[_Span]:
+    def _spans_of(self, layout: BucketLayout) -> list[_Span]:
         known = self._spans.get(layout.index)
-        if known is None or known[0] is not layout or known[1] != lent:
-            known = self._spans[layout.index] = layout, lent, list(_spans(layout, lent))
-        return known[2]
+        if known is None or known[0] is not layout:
+            known = self._spans[layout.index] = layout, list(_spans(layout))
+        return known[1]
 
 
 def _name_not_finite(bucket: Bucket) -> None:
@@ -101,13 +97,13 @@ def _not_finite(found: Mapping[str, int]) -> NotFinite:
     )
 
 
-def _spans(layout: BucketLayout, lent: Collection[str]) -> Iterator[_Span]:
+def _spans(layout: BucketLayout) -> Iterator[_Span]:
     """Spans of a bucket with floating-point values, neighbours of one dtype together: first byte, end and dtype."""
     start = end = 0
     dtype: torch.dtype | None = None
     for slot in layout.slots:
         own = slot.spec.torch_dtype
-        if not _checked(own) or slot.spec.name in lent:
+        if not _checked(own):
             continue
         joins = own == dtype and slot.offset_bytes >= end and (slot.offset_bytes - start) % own.itemsize == 0
         if dtype is not None and not joins:

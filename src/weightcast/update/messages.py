@@ -70,7 +70,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
         ring_opens: Number of engine processes that open the storage of all buffers.
-        zero_copy: True if large tensors are sent without a copy, from the model's own memory.
         served: Highest version that a target serves; None if no target knows its own.
         cells: URLs of the targets in each cell of a transport that has cells.
         resumes: True if a cell that failed may be rebuilt, and buckets then come again.
@@ -90,7 +89,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     ways: tuple[str, ...] = ()
     opens: int = 0
     ring_opens: int = 0
-    zero_copy: bool = False
     bucket_bytes: int = 0
     served: int | None = None
     cells: tuple[tuple[str, ...], ...] = ()

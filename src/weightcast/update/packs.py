@@ -68,7 +68,7 @@ class Packs:
         """
         if not plan.packed_bytes:
             return
-        if bucket.lent or not transfers_on(out.device):
+        if not transfers_on(out.device):
             _copy(bucket, out, _packed(plan))
             return
         steps = self._steps.get(plan.layout.index)

@@ -24,7 +24,6 @@ from weightcast.transports.spec import TransportSpec
 from weightcast.update.finite import FiniteCheck
 from weightcast.update.sessions import this_process
 from weightcast.wire.answers import Ack
-from weightcast.wire.bucket import run_sizes
 from weightcast.wire.bucket_sources import Part, Source
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Prepare, Way
@@ -52,7 +51,7 @@ class Preparation:
 
         ``shared`` is as ``BucketStream.share_ahead`` returns it.
         """
-        plan = plan if in_flight_to(links) > 1 else plan.without_runs
+        plan = plan if in_flight_to(links) > 1 else plan.without_sizes
         owner = this_process()
         messages: dict[tuple[object, ...], tuple[Prepare, object]] = {}
         self._asked: list[Link] = []
@@ -125,16 +124,12 @@ _BY_PARTS = ("messages", "reads")
 class SendPlan:
     """The tables of an update, and what the buckets need on their way.
 
-    It is kept as long as the tables of its buckets and the names of its zero-copy tensors (``lent``, by bucket) stay
-    alike, and the same engines are reached in the same way.  All that it has goes with it.
+    It is kept as long as the tables of its buckets stay alike, and the same engines are reached in the same way.  All
+    that it has goes with it.
     """
 
-    def __init__(
-        self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout], lent: Sequence[tuple[str, ...]]
-    ) -> None:
-        runs = tuple(run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(layouts))
-        self.tables = UpdatePlan(tuple(specs), layouts, runs)
-        self.lent = lent
+    def __init__(self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout]) -> None:
+        self.tables = UpdatePlan(tuple(specs), layouts, tuple(layout.size_bytes for layout in layouts))
         self.sums = PlanSums(layouts)
         self.finite = FiniteCheck()
         self._kept: list[Sequence[TensorSpec]] = []

@@ -73,7 +73,7 @@ class ServedParts:
     def prepare(self, layout: BucketLayout) -> None:
         """Works out what ``look`` needs before there is a buffer."""
         if self._checks_finite and self._group.world_size == 1:
-            self._wholes.prepare(layout, ())
+            self._wholes.prepare(layout)
 
     def look(self, bucket: Bucket) -> tuple[Part, ...]:
         """The parts of a filled bucket; raises ``NotFinite`` if they must be finite and are not."""
@@ -90,7 +90,7 @@ class ServedParts:
     def _views(self, bucket: Bucket) -> Sequence[tuple[str, torch.Tensor]]:
         index, served, address = bucket.layout.index, self.of(bucket.layout), bucket.data.data_ptr()
         known = self._known.get(index)
-        if known is None or known.served is not served or known.address != address or bucket.lent:
+        if known is None or known.served is not served or known.address != address:
             slots = bucket.layout.slots
             views = [(slots[number].spec.name, region(bucket, slots[number], box)) for number, box in served]
             known = self._known[index] = _Known(served, address, views)

@@ -404,7 +404,7 @@ def open_message(
     """Returns the message that opens a new session on these targets; ``trainer`` is ``Roster.trainer``."""
     # A receiver that knows the sizes of broadcasts may post bucket n+1's receive before it replies to n, so the sender
     # must not wait for that reply.
-    plan = plan if in_flight_to(links) > 1 else plan.without_runs
+    plan = plan if in_flight_to(links) > 1 else plan.without_sizes
     return Open(
         session=(secrets.token_hex(16) + trainer)[-32:],
         owner=this_process(),
@@ -416,6 +416,6 @@ def open_message(
         verify=config.verify,
         digest=config.digest,
         specs=plan.specs,
-        bucket_runs=plan.bucket_runs,
+        bucket_sizes=plan.bucket_sizes,
         plan=plan,
     )

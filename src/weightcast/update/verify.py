@@ -69,15 +69,15 @@ class Verifier:
         """Works out what checking updates by this plan takes."""
         device, kept = self._exporter.device, [link.info.specs for link in links]
         if not self._plan.reach.best.scattered and checks_finite(self._config, device):
-            for number, layout in enumerate(plan.tables.layouts):
-                plan.finite.prepare(layout, plan.lent[number] if plan.lent else ())
+            for layout in plan.tables.layouts:
+                plan.finite.prepare(layout)
         if self._config.verify == "none":
             return
         casts = plan.casts(kept)
         if self._config.verify in ("resident", "behaviour"):
             casts.prepare(plan.tables.layouts, device)
         if casts or self._unsummed or _mute(links):
-            plan.sums.prepare(device, plan.lent)
+            plan.sums.prepare(device)
         totals = plan.sums.prepare_totals()
         for table in {id(table): table for table in kept}.values():
             totals.digest_of_sent(table)

@@ -5,8 +5,8 @@ Views only: nothing here allocates, copies or knows where the buffer came from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -21,15 +21,12 @@ class Bucket:
         data: uint8, one-dimensional, contiguous, at least ``layout.size_bytes`` long, on any device.
         sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, if they were taken
             on the way; else None.
-        lent: Bytes of slots that lie outside ``data``, flat uint8, by tensor name: zero-copy views of the trainer's
-            tensors, or the places where the engine keeps them.
         finite: True if all values were seen to be finite on the way.
     """
 
     layout: BucketLayout
     data: torch.Tensor
     sums: torch.Tensor | None = None
-    lent: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     finite: bool = False
 
     def __post_init__(self) -> None:
@@ -42,37 +39,9 @@ class Bucket:
 
     def view(self, slot: TensorSlot) -> torch.Tensor:
         """The slot's bytes as a tensor of its dtype and shape ``(num_rows, *rest)``; no copy."""
-        raw = self.lent.get(slot.spec.name)
-        if raw is None:
-            raw = self.data[slot.offset_bytes : slot.end_bytes]
-        return raw.view(slot.spec.torch_dtype).view(slot.shape)
+        return self.data[slot.offset_bytes : slot.end_bytes].view(slot.spec.torch_dtype).view(slot.shape)
 
     def views(self) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
         """Every slot with its view, in order."""
         for slot in self.layout.slots:
             yield slot, self.view(slot)
-
-    def runs(self) -> list[torch.Tensor]:
-        """The bytes of the bucket in order, as flat uint8 tensors: one, and more where slots are lent."""
-        return [
-            self.data[start:end] if name is None else self.lent[name]
-            for start, end, name in _runs(self.layout, self.lent.keys())
-        ]
-
-
-def run_sizes(layout: BucketLayout, lent: Collection[str]) -> tuple[int, ...]:
-    """Sizes of a bucket's runs, in bytes; ``lent`` names the tensors whose slots are lent."""
-    return tuple(end - start for start, end, _ in _runs(layout, lent))
-
-
-def _runs(layout: BucketLayout, lent: Collection[str]) -> Iterator[tuple[int, int, str | None]]:
-    """First byte and end of each run, and the name of the tensor that is lent; None for bytes of the buffer."""
-    done = 0
-    for slot in layout.slots if lent else ():
-        if slot.spec.name in lent:
-            if slot.offset_bytes > done:
-                yield done, slot.offset_bytes, None
-            yield slot.offset_bytes, slot.end_bytes, slot.spec.name
-            done = slot.end_bytes
-    if done < layout.size_bytes:
-        yield done, layout.size_bytes, None

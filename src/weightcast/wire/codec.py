@@ -123,7 +123,7 @@ def _open_form(message: Open, *, named: bool) -> Any:
     if plan is None:
         return _with(_OpenForm, message, plan=msgspec.UNSET, tables=msgspec.UNSET)
     tables = msgspec.UNSET if named else msgspec.Raw(plan.encoded)
-    return _with(_OpenForm, message, specs=msgspec.UNSET, bucket_runs=(), plan=plan.hash, tables=tables)
+    return _with(_OpenForm, message, specs=msgspec.UNSET, bucket_sizes=(), plan=plan.hash, tables=tables)
 
 
 def _opened(form: Any) -> Open:
@@ -132,10 +132,10 @@ def _opened(form: Any) -> Open:
         if form.specs is msgspec.UNSET or form.tables is not msgspec.UNSET:
             raise ValueError("an Open needs specs, or a plan")
         return _with(Open, form, plan=None)
-    if form.specs is not msgspec.UNSET or form.bucket_runs:
-        raise ValueError("an Open with a plan has its specs and runs in the plan")
+    if form.specs is not msgspec.UNSET or form.bucket_sizes:
+        raise ValueError("an Open with a plan has its specs and sizes in the plan")
     plan = kept_plan(form.plan) if form.tables is msgspec.UNSET else take_plan(form.plan, bytes(form.tables))
-    return _with(Open, form, specs=plan.specs, bucket_runs=plan.bucket_runs, plan=plan)
+    return _with(Open, form, specs=plan.specs, bucket_sizes=plan.bucket_sizes, plan=plan)
 
 
 def _prepared(form: Any) -> Prepare:

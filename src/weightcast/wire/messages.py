@@ -32,10 +32,10 @@ from weightcast.wire.fields import (
     TraceParent,
     Version,
 )
-from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
-from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, UpdatePlan
+from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
+from weightcast.wire.plans import MAX_BUCKETS, PlanHash, UpdatePlan
 
-PROTOCOL = 7
+PROTOCOL = 8
 Way = Literal["buckets", "memory", "messages", "reads"]
 # Paths at which an engine gives chunks of its weights to another engine, and tells which boxes its ranks want.
 CHUNK = "/weightcast/chunk"
@@ -61,10 +61,10 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         lease_s: Seconds after the last message at which the engine ends the session by itself.
         pause: Fate of the requests that run at the switch.
         specs: Every tensor that will be sent, in order.
-        bucket_runs: Sizes in bytes of each bucket's broadcasts, in order.  They let a receiver enter the broadcast of a
-            bucket early; empty if the sender waits for each reply.
+        bucket_sizes: Size in bytes of each bucket, in order.  They let a receiver enter the broadcast of a bucket
+            early; empty if the sender waits for each reply.
         traceparent: The trainer's span for this target, as in W3C Trace Context; empty without tracing.
-        plan: The plan that ``specs`` and ``bucket_runs`` come from, and that later messages name; None without one.
+        plan: The plan that ``specs`` and ``bucket_sizes`` come from, and that later messages name; None without one.
     """
 
     session: Session
@@ -77,7 +77,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     verify: VerifyLevel
     digest: DigestKind = "fast"
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
-    bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
+    bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
     traceparent: TraceParent = ""
     plan: UpdatePlan | None = None
 

@@ -20,7 +20,6 @@ from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSlot, 
 
 MAX_BUCKETS = 1 << 20
 PlanHash = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
-Runs = Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)]
 _KEPT_BYTES = 256 << 20
 _TIMES_ITS_BYTES = 8  # memory of a decoded plan
 
@@ -44,11 +43,11 @@ class _Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan on the wire; ``bucket_runs`` is as ``Open.bucket_runs``."""
+    """A plan on the wire; ``bucket_sizes`` is as ``Open.bucket_sizes``."""
 
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     buckets: Annotated[tuple[_Bucket, ...], Meta(min_length=1, max_length=MAX_BUCKETS)]
-    bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
+    bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
 
 
 _encoder = msgspec.json.Encoder()
@@ -62,12 +61,12 @@ class UpdatePlan:
         self,
         specs: tuple[TensorSpec, ...],
         layouts: Sequence[BucketLayout],
-        bucket_runs: tuple[tuple[int, ...], ...] = (),
+        bucket_sizes: tuple[int, ...] = (),
     ) -> None:
-        """Takes the tables.  Every slot is of one of the tensors; ``bucket_runs`` is as ``Open.bucket_runs``."""
+        """Takes the tables.  Every slot is of one of the tensors; ``bucket_sizes`` is as ``Open.bucket_sizes``."""
         self.specs = specs
         self.layouts = tuple(layouts)
-        self.bucket_runs = bucket_runs
+        self.bucket_sizes = bucket_sizes
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, UpdatePlan) and self.hash == other.hash)
@@ -89,7 +88,7 @@ class UpdatePlan:
             )
             for layout in self.layouts
         )
-        return _encoder.encode(Tables(specs=self.specs, buckets=buckets, bucket_runs=self.bucket_runs))
+        return _encoder.encode(Tables(specs=self.specs, buckets=buckets, bucket_sizes=self.bucket_sizes))
 
     @cached_property
     def hash(self) -> str:
@@ -97,7 +96,7 @@ class UpdatePlan:
         return hash_of(self.encoded)
 
     @cached_property
-    def without_runs(self) -> UpdatePlan:
+    def without_sizes(self) -> UpdatePlan:
         """The same plan for a sender that waits for each reply."""
         return UpdatePlan(self.specs, self.layouts)
 
@@ -150,6 +149,6 @@ def _decoded(encoded: bytes) -> UpdatePlan:
         layout = BucketLayout(index=index, slots=slots, size_bytes=bucket.size_bytes)
         layout.check()
         layouts.append(layout)
-    plan = UpdatePlan(specs, layouts, tables.bucket_runs)
+    plan = UpdatePlan(specs, layouts, tables.bucket_sizes)
     plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, hash_of(encoded)
     return plan

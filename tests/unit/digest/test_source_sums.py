@@ -14,7 +14,6 @@ from tests.helpers.exports import ALONE, CPU
 from tests.helpers.ranks import allocate_slots
 from tests.helpers.source_sums import summed
 from weightcast.digest import on_cpu
-from weightcast.digest.copies import flat_bytes
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
 from weightcast.digest.transfers import transfers_on
@@ -77,22 +76,16 @@ def test_a_state_dict_is_summed_where_it_lies():
     assert isinstance(exporter, Scattering), "engines may read its shards without a gather"
 
 
-@pytest.mark.parametrize("lent", [False, True])
-def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen(lent):
+def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen():
     assert on_cpu.available()
     model = nn.Module()
     model.a, model.b = (nn.Parameter(torch.randn(80, 70, dtype=torch.bfloat16)) for _ in range(2))
     exporter = ModuleExporter(model)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=80 * 140, packing=Packing())
-    stays = [
-        {slot.spec.name: flat_bytes(getattr(model, slot.spec.name).detach())}
-        for layout in layouts
-        for slot in layout.slots
-    ]
     slots, sources = allocate_slots(CPU, 80 * 140), SourceSums()
 
     def found() -> list[bool]:
-        filled = bucketize(exporter, layouts, ALONE, slots, stays if lent else (), sources)
+        filled = bucketize(exporter, layouts, ALONE, slots, sources)
         return [bucket.finite for bucket in filled if bucket is not None]
 
     assert found() == [True, True]
@@ -106,7 +99,7 @@ def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen(lent):
     assert not any(bucket.finite for bucket in unsummed if bucket is not None)
     half = ModuleExporter(model, wire_dtype=torch.float16)
     halves = plan_buckets(half.specs(), bucket_bytes=80 * 140, packing=Packing())
-    cast = bucketize(half, halves, ALONE, slots, (), sources)
+    cast = bucketize(half, halves, ALONE, slots, sources)
     assert not any(bucket.finite for bucket in cast if bucket is not None), "values that were cast were not seen"
 
 
@@ -118,7 +111,7 @@ def test_what_nobody_sums_at_its_source_is_named():
     assert list(sum_messages.unsummed(composed, composed.specs())) == ["rest.x", "rest.y"]
     layouts = plan_buckets(composed.specs(), bucket_bytes=4096, packing=Packing())
     sources = SourceSums()
-    list(bucketize(composed, layouts, ALONE, allocate_slots(CPU, 4096), (), sources))
+    list(bucketize(composed, layouts, ALONE, allocate_slots(CPU, 4096), sources))
     folded, _ = sum_messages.decode(composed, layouts, ALONE, [sum_messages.encode(sources.values(), ())])
     known = {slot.spec.name: bool(k) for slot, k in zip(layouts[0].slots, folded[0].known, strict=True)}
     assert known == {"weight": True, "bias": True, "rest.x": False, "rest.y": False}

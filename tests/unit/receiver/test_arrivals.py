@@ -65,14 +65,3 @@ def test_a_bucket_that_comes_twice_in_a_later_update_is_refused(again):
     arrive(arrivals, plans[1])
     with pytest.raises(Refused, match="arrived after"):
         arrive(arrivals, plans[again])
-
-
-def test_an_abandoned_update_takes_nothing_more():
-    arrivals, plans = Arrivals(), plans_of(1000)
-    arrivals.begin()
-    arrive(arrivals, plans[0])
-    assert arrivals.missing(SPECS) == []
-    arrivals.begin()
-    arrivals.abandon()
-    with pytest.raises(Refused, match="given up"):
-        arrive(arrivals, plans[0])

@@ -57,7 +57,7 @@ def test_an_update(bench, staging, tp_size, pause):
 
 def told_of(sender: Sender, buckets: int) -> Sender:
     """It says at Open how many buckets will come."""
-    sender.open = msgspec.structs.replace(sender.open, bucket_runs=((8,),) * buckets)
+    sender.open = msgspec.structs.replace(sender.open, bucket_sizes=(8,) * buckets)
     return sender
 
 

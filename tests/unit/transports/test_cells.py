@@ -282,14 +282,14 @@ def test_a_bucket_that_is_filled_again_is_the_same_and_is_summed_once() -> None:
     assert len(layouts) > 4
     slots = allocate_slots(CPU, 1500)
     sums = SourceSums()
-    whole = [found.data.clone() for found in bucketize(exporter, layouts, ALONE, slots, (), sums) if found is not None]
+    whole = [found.data.clone() for found in bucketize(exporter, layouts, ALONE, slots, sums) if found is not None]
     expected = sums.values()
 
     sums = SourceSums()
-    buckets = bucketize(exporter, layouts, ALONE, slots, (), sums)
+    buckets = bucketize(exporter, layouts, ALONE, slots, sums)
     for _ in range(4):
         next(buckets)
-    again = bucketize(exporter, layouts, ALONE, slots, (), sums, first=2, unsummed=4)
+    again = bucketize(exporter, layouts, ALONE, slots, sums, first=2, unsummed=4)
     found = [one.data.clone() for one in again if one is not None]
     for layout, one, same in zip(layouts[2:], found, whole[2:], strict=True):
         for slot in layout.slots:

@@ -184,7 +184,7 @@ class Refusing(Answering):
 
 def bucket(index: int) -> Any:
     data = torch.full((1,), index, dtype=torch.uint8)
-    return SimpleNamespace(layout=SimpleNamespace(index=index, size_bytes=1), data=data, runs=lambda: [data])
+    return SimpleNamespace(layout=SimpleNamespace(index=index, size_bytes=1), data=data)
 
 
 def test_late_answer_is_blamed_for_the_buckets_after_it_too() -> None:

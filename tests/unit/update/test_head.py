@@ -31,14 +31,12 @@ from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 from weightcast.wire.plans import UpdatePlan
 
 
-@pytest.mark.parametrize(
-    ("kinds", "told"), [(("native",), ((32,), (16,))), (("native", "vllm"), ()), (("sglang",), ())]
-)
-def test_open_has_bucket_runs_only_if_two_buckets_may_be_in_flight(kinds, told):
+@pytest.mark.parametrize(("kinds", "told"), [(("native",), (32, 16)), (("native", "vllm"), ()), (("sglang",), ())])
+def test_open_has_bucket_sizes_only_if_two_buckets_may_be_in_flight(kinds, told):
     links: Any = [SimpleNamespace(adapter=adapter_for(info(kind)), pause=None) for kind in kinds]
-    plan = UpdatePlan(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), ((32,), (16,)))
+    plan = UpdatePlan(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), (32, 16))
     message = open_message(UpdateConfig(), links, 1, plan)
-    assert message.bucket_runs == told
+    assert message.bucket_sizes == told
     assert decode(encode(message)) == message
 
 

@@ -74,7 +74,6 @@ def test_auto_takes_memory_for_the_ranks_on_the_trainers_host_and_a_broadcast_fo
     link = plan.links[HERE]
     assert (choice.transport, choice.receivers, choice.ways) == ("ipc+broadcast", (0,), ("weightcast",))
     assert (link.near, link.members) == ((1,), (0, 2))
-    assert not choice.zero_copy
     [handle] = link.shared([Shared(memory=HANDLE)])
     message = announce_of("0" * 32, LAYOUT, group="g", shared=[handle])
     assert isinstance(message.source, ByRankSource)

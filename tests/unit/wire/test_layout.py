@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.errors import ConfigError, WireError
-from weightcast.wire.bucket import Bucket, run_sizes
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import (
     DTYPES,
     BucketLayout,
@@ -165,21 +165,6 @@ def test_views_share_the_buckets_memory():
         view.fill_(number + 1)
     assert torch.equal(bucket.data[:32].view(torch.float32), torch.ones(8))
     assert torch.equal(bucket.data[32:48].view(torch.bfloat16), torch.full((8,), 2.0, dtype=torch.bfloat16))
-
-
-def test_lent_slots_are_runs_of_their_own():
-    layout = BucketLayout(index=0, slots=(slot(0), slot(32, dtype="bfloat16"), slot(64)), size_bytes=96)
-    data = torch.arange(96, dtype=torch.uint8)
-    places = {"t32": slice(32, 48), "t64": slice(64, 96)}
-    for names, sizes in ([], (96,)), (["t32"], (32, 16, 48)), (["t64"], (64, 32)), (["t32", "t64"], (32, 16, 16, 32)):
-        lent = {name: data.clone()[places[name]] for name in names}
-        bucket = Bucket(layout, data, lent=lent)
-        runs = bucket.runs()
-        assert torch.equal(torch.cat(runs), data)
-        assert tuple(map(len, runs)) == run_sizes(layout, names) == sizes
-        for part, view in bucket.views():
-            where = lent.get(part.spec.name, data[part.offset_bytes :])
-            assert view.data_ptr() == where.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.qint8])

@@ -19,8 +19,8 @@ from weightcast.wire.plans import UnknownPlan, UpdatePlan
 SPECS = tuple(TensorSpec(name=f"t{number}", dtype="float32", shape=(number + 1, 4)) for number in range(40))
 
 
-def plan_of(specs=SPECS, bucket_bytes=512, runs=()) -> UpdatePlan:
-    return UpdatePlan(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()), runs)
+def plan_of(specs=SPECS, bucket_bytes=512, sizes=()) -> UpdatePlan:
+    return UpdatePlan(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()), sizes)
 
 
 def open_of(plan: UpdatePlan | None) -> Open:
@@ -33,7 +33,7 @@ def open_of(plan: UpdatePlan | None) -> Open:
         pause="abort",
         verify="resident",
         specs=SPECS,
-        bucket_runs=plan.bucket_runs if plan is not None else (),
+        bucket_sizes=plan.bucket_sizes if plan is not None else (),
         plan=plan,
     )
 
@@ -54,7 +54,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_of_a_known_plan_carry_nothing_of_its_tensors():
-    plan = plan_of(runs=((16,),))
+    plan = plan_of(sizes=(16,))
     opened = open_of(plan)
     assert decode(encode(opened)) == opened
     named = encode(opened, named=True)
@@ -93,7 +93,7 @@ def test_a_process_that_forgot_the_plan_says_so_and_takes_it_again(monkeypatch: 
     "other",
     [
         plan_of(bucket_bytes=1024),
-        plan_of(runs=((16,),)),
+        plan_of(sizes=(16,)),
         plan_of(SPECS[:-1]),
         plan_of((TensorSpec(name="t0", dtype="bfloat16", shape=(1, 4)), *SPECS[1:])),
         plan_of((TensorSpec(name="t0", dtype="float32", shape=(4, 1)), *SPECS[1:])),
@@ -117,7 +117,7 @@ def damaged(change) -> bytes:
         lambda body: body.__setitem__("plan", "0" * 32),
         lambda body: body.__setitem__("plan", "x"),
         lambda body: body.__setitem__("specs", []),
-        lambda body: body.__setitem__("bucket_runs", [[1]]),
+        lambda body: body.__setitem__("bucket_sizes", [1]),
         lambda body: body.pop("plan"),
     ],
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,18 +18,17 @@ from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Join
 
 _BUFFERS = 2
-_NOWHERE: Mapping[str, torch.Tensor] = MappingProxyType({})
 _MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its group is over
 
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """One bucket's broadcasts, one for each run, that this rank has entered."""
+    """A bucket's broadcast that this rank has entered; ``work`` is None for a bucket without bytes."""
 
     group: UpdateGroup
-    runs: tuple[int, ...]
+    size_bytes: int
     buffer: torch.Tensor
-    works: list[Any]
+    work: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +101,7 @@ class BroadcastSource:
         if group is not None:
             if self._entered is not None and self._entered.group is group:
                 self._entered = None
+                self._drop_buffers()
             group.close()
 
     def read(
@@ -111,42 +110,37 @@ class BroadcastSource:
         name: str,
         *,
         timeout_s: float,
-        runs: Sequence[int] = (),
-        next_runs: Sequence[int] = (),
-        places: Mapping[str, torch.Tensor] = _NOWHERE,
+        next_bytes: int = 0,
         patience_s: float | None = None,
     ) -> Bucket:
         """Receives a bucket, which is valid until the next but one.
 
         Args:
-            runs: Sizes of its runs, in bytes; empty for one run of all.
-            next_runs: Runs of the bucket that will follow from the same group, if they are known.  If it fits a buffer,
-                its broadcast is entered before this one is returned, and goes on meanwhile.
+            next_bytes: Size of the bucket that will follow from the same group; 0 if it is not known.  If it fits a
+                buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
             patience_s: Seconds within which the next bucket comes, if its broadcast is entered; None for ``timeout_s``.
-            places: Destinations of slots that are a run of their own, by name: ``Bucket.lent`` of what is returned.  A
-                bucket that was ``entered`` can have none.  A broadcast that was given up may write there until it
-                notices; it keeps the memory alive.
 
         Refused says that there is no such group here; other errors are those of ``UpdateGroup.finish``.
         """
         with self._reading_from(name) as group:
-            expected = tuple(runs) or (layout.size_bytes,)
-            if sum(expected) != layout.size_bytes:
-                raise Refused(f"bucket {layout.index} has {layout.size_bytes} bytes; {sum(expected)} were announced")
             entered, self._entered = self._entered, None
             if entered is None:
-                entered = self._enter(group, expected, _by_start(layout, places))
-            elif entered.group is not group or entered.runs != expected:
-                entered.group.abort("another bucket came than was announced")
+                entered = self._enter(group, layout.size_bytes)
+            elif entered.group is not group or entered.size_bytes != layout.size_bytes:
+                self._give_up(entered, "another bucket came than was announced")
                 raise Refused(
                     f"bucket {layout.index} has {layout.size_bytes} bytes and comes from group {name}; "
-                    f"{sum(entered.runs)} bytes were announced, from {entered.group.name}"
+                    f"{entered.size_bytes} bytes were announced, from {entered.group.name}"
                 )
-            for work in entered.works:
-                group.finish(work, what=f"bucket {layout.index}", timeout_s=timeout_s)
-            if 0 < sum(next_runs) <= entered.buffer.numel():
-                self._entered = self._enter(group, tuple(next_runs), {}, patience_s)
-            return Bucket(layout, entered.buffer, lent=places)
+            try:
+                if entered.work is not None:
+                    group.finish(entered.work, what=f"bucket {layout.index}", timeout_s=timeout_s)
+            except BaseException:
+                self._drop_buffers()
+                raise
+            if 0 < next_bytes <= entered.buffer.numel():
+                self._entered = self._enter(group, next_bytes, patience_s)
+            return Bucket(layout, entered.buffer)
 
     def relay(self, name: str) -> Relay:
         """Place of this rank in its chain; that of a rank without a chain if there is no such group here."""
@@ -173,11 +167,6 @@ class BroadcastSource:
             with self._reading_from(passing.group.name) as group:
                 group.finish_moves(passing.works, what=passing.what, timeout_s=timeout_s)
 
-    @property
-    def entered(self) -> bool:
-        """True if the broadcast of the next bucket has been entered already."""
-        return self._entered is not None
-
     def release(self, bucket: Bucket) -> None:
         """Marks a bucket as enqueued for loading; its buffer may be filled again after that."""
         if not self._loaded:
@@ -190,7 +179,7 @@ class BroadcastSource:
         """Says that no bucket follows.  A group whose next broadcast was entered is unusable afterwards."""
         entered, self._entered = self._entered, None
         if entered is not None:
-            entered.group.abort("the update ended")
+            self._give_up(entered, "the update ended")
 
     def interrupt(self, reason: str) -> None:
         """Ends a waiting ``read`` now.  Its group is unusable afterwards; other groups are not touched."""
@@ -205,8 +194,7 @@ class BroadcastSource:
         What a broadcast was entered with stays: another trainer may leave in the middle of this one's update.
         """
         self._drop_dead()
-        self._buffers.clear()
-        self._loaded.clear()
+        self._drop_buffers()
 
     def close(self) -> None:
         """Leaves every group and frees the buffers; safe to call twice."""
@@ -237,23 +225,19 @@ class BroadcastSource:
             if not group.alive:
                 self.leave(name)
 
-    def _enter(
-        self,
-        group: UpdateGroup,
-        runs: tuple[int, ...],
-        places: Mapping[int, torch.Tensor],
-        patience_s: float | None = None,
-    ) -> _Entered:
-        buffer = self._buffer(sum(runs))
-        works: list[Any] = []
-        start = 0
-        for size_bytes in runs:
-            if size_bytes:
-                place = places.get(start)
-                data = buffer[start : start + size_bytes] if place is None else place
-                works.append(group.start_broadcast(data, patience_s=patience_s))
-            start += size_bytes
-        return _Entered(group, runs, buffer, works)
+    def _enter(self, group: UpdateGroup, size_bytes: int, patience_s: float | None = None) -> _Entered:
+        buffer = self._buffer(size_bytes)
+        work = group.start_broadcast(buffer[:size_bytes], patience_s=patience_s) if size_bytes else None
+        return _Entered(group, size_bytes, buffer, work)
+
+    def _give_up(self, entered: _Entered, why: str) -> None:
+        entered.group.abort(why)
+        self._drop_buffers()
+
+    def _drop_buffers(self) -> None:
+        """Frees the receive buffers.  A broadcast that was given up may write to its buffer, and keeps that alive."""
+        self._buffers.clear()
+        self._loaded.clear()
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if not self._buffers or self._buffers[0].numel() < size_bytes:
@@ -268,10 +252,3 @@ class BroadcastSource:
         if self._loaded:
             self._loaded[self._turn].synchronize()
         return self._buffers[self._turn]
-
-
-def _by_start(layout: BucketLayout, places: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Destinations by the first byte of their slots in the bucket."""
-    if not places:
-        return {}
-    return {slot.offset_bytes: places[slot.spec.name] for slot in layout.slots if slot.spec.name in places}

@@ -169,7 +169,7 @@ def test_what_was_derived_for_a_version_that_was_given_up_is_not_used() -> None:
 
 def test_staging_in_other_memory_is_derived_at_the_commit() -> None:
     model = Model()
-    model.staging.abandon()
+    model.staging.free()
     model.staging.allocate()
     weights = model.receive()
     assert model.commit() == 3

@@ -62,7 +62,7 @@ def entered_early(*others: Group) -> tuple[Group, BroadcastSource, BucketLayout]
     group = Group()
     source = source_of(group, *others)
     first, second = layouts(8, 6)
-    source.read(first, "g", timeout_s=1.0, next_runs=(6,))
+    source.read(first, "g", timeout_s=1.0, next_bytes=6)
     return group, source, second
 
 
@@ -70,9 +70,9 @@ def test_source_enters_the_next_broadcast_before_it_returns_a_bucket():
     group = Group()
     source = source_of(group)
     first, second, third = layouts(8, 6, 7)
-    one = source.read(first, "g", timeout_s=1.0, next_runs=(6,))
+    one = source.read(first, "g", timeout_s=1.0, next_bytes=6)
     assert group.calls == ["enter 8", "bucket 0", "enter 6"]
-    two = source.read(second, "g", timeout_s=1.0, next_runs=(7,))
+    two = source.read(second, "g", timeout_s=1.0, next_bytes=7)
     assert group.calls[3:] == ["bucket 1", "enter 7"]
     assert one.data.data_ptr() != two.data.data_ptr()
     assert two.data[:6].tolist() == [2] * 6
@@ -83,32 +83,18 @@ def test_source_enters_the_next_broadcast_before_it_returns_a_bucket():
     assert group.alive
 
 
-def test_a_bucket_may_come_in_runs():
-    group = Group()
-    source = source_of(group)
-    first, second = layouts(8, 6)
-    source.read(first, "g", timeout_s=1.0, runs=(3, 0, 5), next_runs=(4, 2))
-    assert group.calls == ["enter 3", "enter 5", "bucket 0", "bucket 0", "enter 4", "enter 2"]
-    two = source.read(second, "g", timeout_s=1.0, runs=(4, 2))
-    assert group.calls[6:] == ["bucket 1", "bucket 1"]
-    assert two.data[:6].tolist() == [2] * 6
-    with pytest.raises(Refused, match=r"bucket 0 has 8 bytes; 7 were announced"):
-        source.read(first, "g", timeout_s=1.0, runs=(3, 4))
-    assert group.alive
-
-
 @pytest.mark.parametrize("next_bytes", [9, 0])
 def test_source_enters_no_broadcast_without_memory_or_a_known_size(next_bytes):
     group = Group()
     source = source_of(group)
-    source.read(layouts(8)[0], "g", timeout_s=1.0, next_runs=(next_bytes,))
+    source.read(layouts(8)[0], "g", timeout_s=1.0, next_bytes=next_bytes)
     assert group.calls == ["enter 8", "bucket 0"]
 
 
 def test_broadcast_that_never_comes_ends_its_group():
     group, other = Group(), Group("other")
     source = source_of(group, other)
-    source.read(layouts(8)[0], "g", timeout_s=1.0, next_runs=(8,))
+    source.read(layouts(8)[0], "g", timeout_s=1.0, next_bytes=8)
     source.expect_nothing()
     assert not group.alive
     assert other.alive
@@ -140,7 +126,7 @@ def test_bucket_that_differs_from_its_announcement_is_refused():
     group = Group()
     source = source_of(group)
     first, second = layouts(8, 5)
-    source.read(first, "g", timeout_s=1.0, next_runs=(8,))
+    source.read(first, "g", timeout_s=1.0, next_bytes=8)
     with pytest.raises(Refused, match=r"bucket 1 has 5 bytes.*8 bytes were announced"):
         source.read(second, "g", timeout_s=1.0)
     assert not group.alive
