@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Sequence
-from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from weightcast.runtime.tensor_table import TensorTable
-
-_MANY = 1024  # with fewer tensors it is not worth it to import numba
-
-_log = logging.getLogger("weightcast.runtime.tensor_places")
 _dtype_of = attrgetter("dtype")
 _device_of = attrgetter("device")
 
@@ -31,12 +22,8 @@ class TensorPlaces:
     def __init__(self, tensors: Sequence[torch.Tensor], *, like: TensorPlaces | None = None) -> None:
         """Reads each tensor; ``like`` has places of the same tensors in the same form."""
         self._devices = list(map(_device_of, tensors))
-        self._table = _table_of(tensors)
-        if self._table is not None:
-            self.addresses = self._table.addresses
-            return
         self.addresses = tuple(map(torch.Tensor.data_ptr, tensors))
-        if like is not None and like._table is None:
+        if like is not None:
             self._dtypes, self._shapes, self._strides = like._dtypes, like._shapes, like._strides
             return
         self._dtypes = list(map(_dtype_of, tensors))
@@ -52,9 +39,6 @@ class TensorPlaces:
         """
         if len(tensors) != len(self.addresses):
             return False, False
-        if self._table is not None:
-            moved, changed = self._table.compare(tensors)
-            return not moved, not changed
         # Not by lists of what all tensors have, which take longer to make.  No two devices have the same addresses.
         lies = all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self.addresses))
         return lies, not forms or self._alike(tensors)
@@ -82,32 +66,3 @@ class TensorPlaces:
         if self._strides is None:
             return all(map(torch.Tensor.is_contiguous, tensors))
         return all(map(operator.eq, map(torch.Tensor.stride, tensors), self._strides))
-
-
-def _table_of(tensors: Sequence[torch.Tensor]) -> TensorTable | None:
-    """A third of the time of ``_alike`` where numba is installed; None elsewhere, and where torch exports no such."""
-    made = _tables() if len(tensors) >= _MANY else None
-    if made is None:
-        return None
-    try:
-        return made(tensors)
-    except LookupError as error:
-        _log.debug("%d tensors are looked at by attributes: %s", len(tensors), error)
-        return None
-    except Exception as error:
-        if not made.keeps_code:
-            raise
-        # A full disk, or a file that was cut off when a disk was full.
-        _log.warning("numba cannot keep machine code, and compiles it at every start: %r", error)
-        made.keep_no_code()
-        return made(tensors)
-
-
-@cache
-def _tables() -> type[TensorTable] | None:
-    try:
-        from weightcast.runtime.tensor_table import TensorTable
-    except (ImportError, RuntimeError) as error:  # RuntimeError: numba finds no folder to keep machine code in
-        _log.info("many tensors are looked at by attributes, which is slower: %s; install weightcast[cpu]", error)
-        return None
-    return TensorTable

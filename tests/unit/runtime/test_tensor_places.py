@@ -1,4 +1,4 @@
-"""Tensors that move or change their form are found, by attributes and in compiled code alike."""
+"""Tensors that move or change their form are found."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.runtime import tensor_places
 from weightcast.runtime.tensor_places import TensorPlaces
 
 COUNT = 40
-
-
-@pytest.fixture(params=["attributes", "compiled"])
-def way(request, monkeypatch) -> str:
-    """How tensors are looked at."""
-    if request.param == "compiled":
-        pytest.importorskip("numba")
-        if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-            pytest.skip("this torch exports no functions for DLPack")
-        monkeypatch.setattr(tensor_places, "_MANY", 1)
-    return request.param
 
 
 def parameters() -> list[torch.Tensor]:
@@ -60,7 +48,7 @@ def looked(tensors: list[torch.Tensor]) -> TensorPlaces:
 
 @pytest.mark.parametrize("number", [0, COUNT - 1])
 @pytest.mark.parametrize("what", [*MOVES, *OTHER_FORMS])
-def test_one_change_among_many_is_found(way, what, number):
+def test_one_change_among_many_is_found(what, number):
     tensors = parameters()
     places = looked(tensors)
     before = tensors[number].data
@@ -74,7 +62,7 @@ def test_one_change_among_many_is_found(way, what, number):
     assert places.compare(tensors) == (True, True)
 
 
-def test_another_device_is_found(way):
+def test_another_device_is_found():
     tensors = parameters()
     places = looked(tensors)
     tensors[7] = nn.Parameter(tensors[7].to("meta"), requires_grad=False)
@@ -84,7 +72,7 @@ def test_another_device_is_found(way):
     assert TensorPlaces(tensors).compare(tensors) == (True, True)
 
 
-def test_more_or_fewer_tensors_are_others(way):
+def test_more_or_fewer_tensors_are_others():
     tensors = parameters()
     places = looked(tensors)
     assert places.compare(tensors[:-1]) == places.compare([*tensors, *tensors]) == (False, False)
@@ -92,14 +80,14 @@ def test_more_or_fewer_tensors_are_others(way):
     assert TensorPlaces([]).compare([]) == (True, True)
 
 
-def test_a_gap_that_moves_is_found(way):
+def test_a_gap_that_moves_is_found():
     tensors: list[torch.Tensor] = [torch.zeros(8, 6)[::2, 1:] for _ in range(COUNT)]
     places = looked(tensors)
     tensors[3] = torch.zeros(4, 5)
     assert places.compare(tensors)[1] is False
 
 
-def test_places_of_the_same_forms_elsewhere(way):
+def test_places_of_the_same_forms_elsewhere():
     tensors = parameters()
     places = looked(tensors)
     moved = [nn.Parameter(tensor.data.clone(), requires_grad=False) for tensor in tensors]
@@ -110,27 +98,15 @@ def test_places_of_the_same_forms_elsewhere(way):
     assert others.compare(moved)[1] is False
 
 
-def test_bytes_that_are_not_the_values_fit_nothing(way):
+def test_bytes_that_are_not_the_values_fit_nothing():
     lazily = torch.zeros(2, 2, dtype=torch.complex64).conj()
     assert not TensorPlaces([lazily]).fits([lazily])
 
 
-def test_no_tensor_is_kept_alive(way):
+def test_no_tensor_is_kept_alive():
     tensors: list[Any] = parameters()
     places = looked(tensors)
     kept = [weakref.ref(tensor) for tensor in tensors]
     tensors.clear()
     assert [one() for one in kept] == [None] * COUNT
     assert len(places.addresses) == COUNT
-
-
-def test_a_tensor_that_cannot_be_exported_is_looked_at_by_attributes(way):
-    tensors = [*parameters(), torch.empty(2, device="meta")]
-    places = TensorPlaces(tensors)
-    assert places.compare(tensors) == (True, True)
-    tensors[0].data = tensors[0].data.view(torch.int32)
-    assert places.compare(tensors)[1] is False
-
-
-def test_compiled_code_is_used_where_it_can_be(way):
-    assert (TensorPlaces(parameters())._table is not None) is (way == "compiled")
