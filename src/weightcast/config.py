@@ -20,7 +20,6 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 PauseChoice = Literal["auto", "abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
-DigestKind = Literal["fast", "sha256"]
 DiskReaders = Literal["user", "group", "all"]
 DirectBy = Literal["auto", "memory", "messages", "mixed", "relay", "shards"]
 MAX_TIMEOUT_S = 21_600  # engines accept a lease of a day, and a lease is four deadlines
@@ -210,7 +209,6 @@ class UpdateConfig:
     max_extra_bytes: int | None = None
     keep_mapped: bool = False
     allow_older: bool = False
-    digest: DigestKind = "fast"
     cell_ranks: int | None = None
     rendezvous_host: str | None = None
     behaviour_tolerance: float = 0.1

@@ -78,7 +78,6 @@ OPEN = Open(
     lease_s=0.5,
     pause="in_place",
     verify="resident",
-    digest="sha256",
     specs=(SPEC, SCALAR),
 )
 
@@ -125,7 +124,7 @@ EXAMPLES = {
     "revert": Revert(session=SESSION, reason="another engine failed"),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
-    "prepare": Prepare(plan=UpdatePlan((SPEC, SCALAR), (PLANNED,), ((260,),)), verify="resident"),
+    "prepare": Prepare(plan=UpdatePlan((SPEC, SCALAR), (PLANNED,), (260,)), verify="resident"),
     "prepare with parts": Prepare(
         plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
         verify="none",

@@ -73,7 +73,7 @@ class Sender:
 
     def sent(self, kept: Sequence[TensorSpec] = ()) -> Sent:
         """The digests of what is sent, for an engine that keeps these."""
-        sent = SentDigests(CastSums(casts_of(self.open.specs, [kept])), sha256=self.open.digest == "sha256")
+        sent = SentDigests(CastSums(casts_of(self.open.specs, [kept])))
         for index in range(len(self.layouts)):
             self.announce(index)
             sent.add(Bucket(self.layouts[index], self.buffer.data))

@@ -16,11 +16,9 @@ and the digest is a one-to-one 64-bit mix of S, keyed by dtype and shape.
 One flipped bit, or any change inside one word, always changes the digest: an odd coefficient times a
 difference smaller than 2**16 is never 0 mod 2**64. Two different elements that change places, or any other damage
 that was not made on purpose, go unseen with a chance of about 2**-47 at most. Zeros of another dtype or shape have
-another digest. It is not cryptographic: an attacker can build two tensors with one digest. `sha256_digest` is for
-that case. It is several times slower on the CPU and far slower on a GPU, and it does not add up.
+another digest. It is not cryptographic: an attacker can build two tensors with one digest.
 """
 
-import ctypes
 import functools
 import hashlib
 import itertools
@@ -33,12 +31,11 @@ import torch
 
 from weightcast.digest import on_cpu
 from weightcast.digest.coefficients import MASK, SPAN, A, B, signed, splitmix64, splitmix64_
-from weightcast.digest.copies import flat_bytes, host_bytes
-from weightcast.digest.pieces import Grid, Piece, check_piece, grid_of, merge_levels, resolved
+from weightcast.digest.copies import host_bytes
+from weightcast.digest.pieces import Grid, Piece, check_piece, grid_of, merge_levels
 
 # Words converted to int64 at a time on the CPU: 2 MiB, the only memory beside the coefficients.
 _BLOCK_WORDS = 1 << 18
-_SHA_CHUNK_BYTES = 16 << 20
 _HEX = re.compile(r"[0-9a-f]+")
 
 
@@ -116,23 +113,6 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """The digest of a whole tensor: `partial_sums`, also its errors, and `finish`. Waits for the device."""
     sums = partial_sums([Piece(tensor=tensor, full_shape=tuple(tensor.shape))])
     return finish(as_unsigned(int(sums.item())), dtype=tensor.dtype, shape=tensor.shape)
-
-
-def sha256_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 over dtype, shape and row-major bytes: 64 hex characters. Waits for the device.
-
-    A tensor that is not contiguous is copied whole; from a GPU it comes over in chunks of 16 MiB. It raises ValueError
-    for a tensor that is not strided, is a DTensor, or has no storage (meta).
-    """
-    check_piece(Piece(tensor=tensor, full_shape=tuple(tensor.shape)), 0)
-    if tensor.is_meta:
-        raise ValueError(f"a meta tensor {tuple(tensor.shape)} has no bytes")
-    sha = hashlib.sha256(_header(tensor.dtype, tensor.shape))
-    data = flat_bytes(resolved(tensor).contiguous())
-    for chunk in data.split(_SHA_CHUNK_BYTES) if data.numel() else ():
-        on_host = chunk.cpu()
-        sha.update((ctypes.c_ubyte * on_host.numel()).from_address(on_host.data_ptr()))
-    return sha.hexdigest()
 
 
 def model_digest(digests: Mapping[str, str]) -> str:

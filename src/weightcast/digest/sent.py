@@ -1,8 +1,8 @@
 """Digests of the weights that were sent.
 
 Trainer ranks sum what they hold (``digest/source_sums.py``), and engines must answer with those sums.  The head sums
-its bucket as well where that is needed: for tensors that no rank sums at their source, for SHA-256, for engines that
-cannot say what they received, and for engines that keep another dtype.  The two sums are then compared here.
+its bucket as well where that is needed: for tensors that no rank sums at their source, for engines that cannot
+say what they received, and for engines that keep another dtype.  The two sums are then compared here.
 
 A digest is taken in the dtype that travels, and in each other dtype that an engine keeps.
 """
@@ -20,7 +20,7 @@ import torch
 
 from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, sums_of_slots
 from weightcast.digest.copies import copy_all
-from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest, sha256_digest
+from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest
 from weightcast.digest.source_sums import Folded, Mismatch
 from weightcast.errors import TrainerMismatch, some
 from weightcast.runtime.free_memory import Scratch
@@ -167,13 +167,11 @@ class Sent:
         self,
         totals: Totals = NOTHING,
         *,
-        hashed: Mapping[str, str] | None = None,
         cast: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """Takes the fast digests, empty if no proof was asked for, and SHA-256 by tensor name where that was."""
+        """Takes the digests, empty if no proof was asked for."""
         self._totals = totals
         self.of_all = totals.of_all()
-        self._hashed = hashed or {}
         self.cast = cast or {}
         self._lock = threading.Lock()
         self._kept: list[tuple[Sequence[TensorSpec], frozenset[str], str]] = []
@@ -188,7 +186,7 @@ class Sent:
     @cached_property
     def digest(self) -> str:
         """Model digest of everything, as engines receive it."""
-        return model_digest(self.received) if self._hashed else self._totals.model_digest()
+        return self._totals.model_digest()
 
     def digest_kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> str:
         """Model digest of what an engine must keep, as ``kept``; thread-safe, and worked out once for alike engines."""
@@ -209,24 +207,19 @@ class Sent:
         return self._totals.digest_of_sent(specs)
 
     @cached_property
-    def fast(self) -> dict[str, str]:
-        """Fast digest of each tensor in the dtype that travels, by name."""
-        return self._totals.by_name()
-
-    @cached_property
     def received(self) -> dict[str, str]:
         """Digest of each tensor as engines receive it, by name."""
-        return {**self.fast, **self._hashed} if self._hashed else self.fast
+        return self._totals.by_name()
 
     def kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
         """Digest of each tensor as an engine must keep it, by name, in its dtypes; not to be written to.
 
         ``without`` names tensors that it cannot read back.
         """
-        if not self.cast and not without and self.fast.keys() == {spec.name for spec in specs}:
-            return self.fast
+        if not self.cast and not without and self.received.keys() == {spec.name for spec in specs}:
+            return self.received
         return {
-            spec.name: self.cast.get(spec.name, {}).get(spec.dtype) or self.fast[spec.name]
+            spec.name: self.cast.get(spec.name, {}).get(spec.dtype) or self.received[spec.name]
             for spec in specs
             if spec.name not in without
         }
@@ -239,7 +232,6 @@ class SentDigests:
         self,
         casts: CastSums | None = None,
         *,
-        sha256: bool = False,
         sums: PlanSums | None = None,
         unsummed: Collection[str] | None = None,
     ) -> None:
@@ -248,9 +240,7 @@ class SentDigests:
         ``unsummed`` names tensors that no trainer rank sums at their source; None sums every bucket.
         """
         self._casts = casts or CastSums()
-        self._sha256 = sha256
-        self._unsummed = None if unsummed is None or sha256 else frozenset(unsummed)
-        self._hashed: dict[str, str] = {}
+        self._unsummed = None if unsummed is None else frozenset(unsummed)
         self._sums: list[tuple[BucketLayout, torch.Tensor | None]] = []
         self._cast: list[tuple[Sequence[TensorSlot], torch.Tensor]] = []
         self._plan_sums = sums or PlanSums()
@@ -260,8 +250,6 @@ class SentDigests:
     def add(self, bucket: Bucket) -> None:
         """Digests a filled bucket, as far as that is needed."""
         self._lying[bucket.data.data_ptr()] = bucket
-        if self._sha256:
-            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
         needed = self._unsummed is None or any(
             slot.spec.name in self._unsummed or slot.spec.name in self._casts.dtypes
             for slot in (bucket.layout.slots if self._unsummed or self._casts else ())
@@ -308,7 +296,7 @@ class SentDigests:
                 names += _differing(layout, Folded(expected, torch.ones_like(expected, dtype=torch.bool)), sums)
             if names:
                 raise gathered_otherwise(list(dict.fromkeys(names)), f"the bucket of trainer rank {rank}")
-        fast = self._plan_sums.totals(totals_of)
+        sent = self._plan_sums.totals(totals_of)
         totals: dict[TensorSpec, int] = {}
         values = torch.cat([sums for _, sums in self._cast]).tolist() if self._cast else []
         slots = (slot for slots, _ in self._cast for slot in slots)
@@ -317,7 +305,7 @@ class SentDigests:
         cast: dict[str, dict[str, str]] = {}
         for spec, total in totals.items():
             cast.setdefault(spec.name, {})[spec.dtype] = finish(total, dtype=spec.torch_dtype, shape=spec.shape)
-        return Sent(fast, hashed=self._hashed, cast=cast)
+        return Sent(sent, cast=cast)
 
     def lying_otherwise(self, names: Collection[str], sources: Sequence[Folded]) -> list[str]:
         """Names of tensors whose bytes in the trainer's last buffers now differ from what the ranks hold."""

@@ -326,7 +326,7 @@ class WeightReceiver:
         if self.loader.copies:
             self._received.add_copies(replace(bucket, sums=sums), self.loader.copies)
         if session.verify != "none":
-            self._received.add(replace(bucket, sums=sums), session)
+            self._received.add(replace(bucket, sums=sums))
         digested = time.monotonic()
         if isinstance(source, IpcSource):
             # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the

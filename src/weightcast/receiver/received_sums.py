@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from weightcast.digest.bucket_sums import PlanSums
-from weightcast.digest.definition import sha256_digest
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Open
 
 
 class ReceivedSums:
@@ -20,7 +18,6 @@ class ReceivedSums:
         self._received: list[tuple[BucketLayout, torch.Tensor]] = []
         self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
         self._sums = PlanSums()
-        self._hashed: dict[str, str] = {}
 
     def begin(self, sums: PlanSums) -> None:
         """Starts a session, whose plan has these sums."""
@@ -31,19 +28,15 @@ class ReceivedSums:
         """Drops the sums of a session that is over."""
         self._received.clear()
         self._copies.clear()
-        self._hashed.clear()
 
     def rewind(self, buckets: int) -> None:
         """Drops the sums of all buckets but the first ones, so that the same buckets can come again."""
         for taken in (self._received, self._copies):
             taken[:] = [(layout, sums) for layout, sums in taken if layout.index < buckets]
 
-    def add(self, bucket: Bucket, session: Open) -> None:
-        """Digests a bucket as the session asks for."""
-        if session.digest == "sha256":
-            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
-        if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
-            self._received.append((bucket.layout, _to_host(self._sums.of(bucket))))
+    def add(self, bucket: Bucket) -> None:
+        """Sums a bucket for the proof."""
+        self._received.append((bucket.layout, _to_host(self._sums.of(bucket))))
 
     def add_copies(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
         """Sums a bucket with a tensor that must equal another, also without proof; ``copies`` as ``Loader.copies``."""
@@ -61,7 +54,7 @@ class ReceivedSums:
 
     def by_name(self) -> dict[str, str]:
         """The digest of each tensor that has arrived, by name.  Waits for the device."""
-        return self._sums.totals(self._received).by_name() | self._hashed
+        return self._sums.totals(self._received).by_name()
 
 
 def _to_host(sums: torch.Tensor) -> torch.Tensor:

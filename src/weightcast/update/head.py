@@ -528,11 +528,9 @@ class Head:
 
     def _close_all(self, sent: Sent) -> None:
         """Tells every target that everything was sent, and compares the digests of what arrived."""
-        by_name = self._verifier.asks_by_name(sent)
-
         # A target that knew the number of buckets closed with the last one.
-        waiting = [link for link in self.sessions.links if by_name or link.closed is None]
-        run_each(lambda link: self.sessions.close_one(link, by_name=by_name), waiting)
+        waiting = [link for link in self.sessions.links if link.closed is None]
+        run_each(self.sessions.close_one, waiting)
         self._verifier.compare_received(
             sent,
             self.sessions.links,

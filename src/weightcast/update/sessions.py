@@ -293,7 +293,7 @@ class Sessions:
         self._signature = self._sign()
         self._abort_each(gone, {url: str(failure) for url, failure in culprits.items()})
 
-    async def close_one(self, link: Link, *, by_name: bool) -> Ack:
+    async def close_one(self, link: Link, *, by_name: bool = False) -> Ack:
         """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
         return await link.close(buckets=self.num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
 
@@ -414,7 +414,6 @@ def open_message(
         lease_s=config.timeout_s * LEASE_DEADLINES,
         pause=links[0].pause or "abort",  # those with another one say so (``Link.open``)
         verify=config.verify,
-        digest=config.digest,
         specs=plan.specs,
         bucket_sizes=plan.bucket_sizes,
         plan=plan,

@@ -93,7 +93,6 @@ class Verifier:
         self._finite = plan.finite
         self._digests = SentDigests(
             plan.casts([link.info.specs for link in links]) if proven else None,
-            sha256=self._config.digest == "sha256",
             sums=plan.sums,
             unsummed=None if mute else self._unsummed_names,
         )
@@ -169,8 +168,7 @@ class Verifier:
         unanswered: list[BaseException] = []
         acks: list[Ack] = []
         differing: list[VerificationFailed] = []
-        errors = [None] * len(wrong) if self.asks_by_name(sent) else try_each(close_by_name, wrong)
-        for link, error in zip(wrong, errors, strict=True):
+        for link, error in zip(wrong, try_each(close_by_name, wrong), strict=True):
             if error is not None:
                 unanswered.append(error)
                 continue
@@ -192,10 +190,6 @@ class Verifier:
             if alike and ranks == everybody > 1 and len(self._plan.receivers) == 1:
                 return [gathered_otherwise(names, f"what all {ranks} engine ranks received alike")]
         return [*unanswered, *differing]
-
-    def asks_by_name(self, sent: Sent) -> bool:
-        """Returns True if Close must ask for each tensor's digest: SHA-256 does not add up over tensors."""
-        return self._config.digest == "sha256" and bool(sent)
 
     def check_opened(self, link: Link, ack: Ack) -> None:
         """Checks a target's answer to Open, or to the plan at ``connect``: as ``check_read_back``."""

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from weightcast.config import DigestKind, PauseMode, VerifyLevel
+from weightcast.config import PauseMode, VerifyLevel
 from weightcast.wire.bucket_sources import Part, Source
 from weightcast.wire.fields import (
     Count,
@@ -75,7 +75,6 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lease_s: Seconds
     pause: PauseMode
     verify: VerifyLevel
-    digest: DigestKind = "fast"
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
     traceparent: TraceParent = ""

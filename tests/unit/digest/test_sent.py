@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.helpers.models import buckets_of, specs_of, weights_of
 from weightcast.digest import on_cpu
 from weightcast.digest import sent as sent_module
-from weightcast.digest.definition import model_digest, sha256_digest, tensor_digest, unequal
+from weightcast.digest.definition import model_digest, tensor_digest, unequal
 from weightcast.digest.sent import CastSums, Sent, SentDigests, casts_of
 from weightcast.update.prepare import SendPlan
 from weightcast.wire.bucket import Bucket
@@ -20,8 +20,8 @@ from weightcast.wire.layout import DTYPES, Packing, plan_buckets
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
 
-def sent(weights, *, bucket_bytes: int, kept=(), sha256: bool = False):
-    found = SentDigests(CastSums(casts_of(specs_of(weights), kept)), sha256=sha256)
+def sent(weights, *, bucket_bytes: int, kept=()):
+    found = SentDigests(CastSums(casts_of(specs_of(weights), kept)))
     for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
         found.add(bucket)
         bucket.data.zero_()  # the sender's buffer is filled again
@@ -121,17 +121,6 @@ def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another():
     assert plan.casts([same]).dtypes == {}
 
 
-def test_sha256_where_a_tensor_travels_whole():
-    fast = sent(WEIGHTS, bucket_bytes=4000).received
-    found = sent(WEIGHTS, bucket_bytes=4000, sha256=True)
-    assert found.received == {name: sha256_digest(tensor) for name, tensor in WEIGHTS.items()}
-    assert found.kept(specs_of(WEIGHTS)) == fast
-    found = sent(WEIGHTS, bucket_bytes=128, sha256=True)
-    assert found.received["scale"] == sha256_digest(WEIGHTS["scale"])
-    assert found.received["embed.weight"] == tensor_digest(WEIGHTS["embed.weight"])
-    assert found.kept(specs_of(WEIGHTS)) == fast
-
-
 def test_what_differs_is_named():
     digests_of = sent(WEIGHTS, bucket_bytes=4000).received
     assert unequal(digests_of, dict(digests_of)) == []
@@ -188,13 +177,12 @@ def test_one_digest_stands_for_all():
 
 def test_one_digest_says_what_must_be_kept_in_other_dtypes():
     other = keeping({"q.weight": "bfloat16", "scale": "float16"})
-    for sha256 in (False, True):
-        found = sent(WEIGHTS, bucket_bytes=200, kept=[other], sha256=sha256)
-        for table in (specs_of(WEIGHTS), other):
-            kept = dict(found.kept(table))
-            assert found.digest_kept(table) == model_digest(kept)
-            del kept["scale"]
-            assert found.digest_kept(table, without=["scale"]) == model_digest(kept)
+    found = sent(WEIGHTS, bucket_bytes=200, kept=[other])
+    for table in (specs_of(WEIGHTS), other):
+        kept = dict(found.kept(table))
+        assert found.digest_kept(table) == model_digest(kept)
+        del kept["scale"]
+        assert found.digest_kept(table, without=["scale"]) == model_digest(kept)
 
 
 def test_what_engines_must_keep_is_worked_out_once_for_all_with_the_same_tensors(monkeypatch):

@@ -1,4 +1,4 @@
-"""The steps around vLLM's weight transfer: pause, resume, checksums, version stamp and score.
+"""The steps around vLLM's weight transfer: pause, resume, version stamp and score.
 
 vLLM cannot stage: buckets go straight into live weights.
 """
@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 
 from weightcast.adapters.stock import StockAdapter
 from weightcast.adapters.vllm import requests
-from weightcast.adapters.vllm.requests import as_one, checksums, compared, if_there, post
+from weightcast.adapters.vllm.requests import if_there, post
 from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.errors import ConfigError
@@ -31,8 +31,6 @@ class BaseVllmAdapter(StockAdapter, ABC):
         # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
         self._mixed = info.paused
         self._version = 0
-        self._wants_checksums = False
-        self._checksums: dict[str, str] = {}
 
     def open(self, message: Open) -> Steps:
         """Pauses the engine and starts an update; ``ConfigError`` if a cache would give results of the old weights."""
@@ -45,13 +43,11 @@ class BaseVllmAdapter(StockAdapter, ABC):
             raise ConfigError(
                 f"{self._info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
             )
-        self._wants_checksums = message.digest == "sha256" and message.verify != "none"
-        self._checksums = (yield from checksums()) if self._wants_checksums else {}
         started = time.monotonic()
         yield from requests.pause(message.pause)
         self._paused_s = started
         yield from self._start_update()
-        return self._updating(checksum=as_one(self._checksums))
+        return self._updating()
 
     def close(self, message: Close) -> Steps:
         """Sends nothing: vLLM has no such step."""
@@ -67,15 +63,12 @@ class BaseVllmAdapter(StockAdapter, ABC):
         yield from requests.resume()
         self._mixed = False
         stall_s = time.monotonic() - self._paused_s
-        found = (yield from checksums()) if self._wants_checksums else {}
         return Ack(
             ok=True,
             version=self._version,
             ranks=self._info.tp_size,
             stall_s=stall_s,
             not_updated=("the draft model",) if self._facts.draft else (),
-            checksum=as_one(found),
-            message=compared(self._checksums, found),
         )
 
     def abort(self, session: str, reason: str) -> Steps:
@@ -106,5 +99,5 @@ class BaseVllmAdapter(StockAdapter, ABC):
     def _try_finish(self) -> Generator[EngineRequest, bytes, bool]:
         """Finishes a weight update without a bucket; False if the engine refuses."""
 
-    def _updating(self, *, checksum: str = "") -> Ack:
-        return Ack(ok=True, state="updating", ranks=self._info.tp_size, checksum=checksum)
+    def _updating(self) -> Ack:
+        return Ack(ok=True, state="updating", ranks=self._info.tp_size)

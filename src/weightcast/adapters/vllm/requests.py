@@ -1,15 +1,7 @@
-"""Requests beside vLLM's weight transfer: pause, resume, score, checksums, and helpers for routes that may be missing.
-
-The checksums are vLLM's own SHA-256 of every parameter as it is stored: fused, sharded, one for each rank.  They tell
-whether parameters changed and whether two engines that were alike still are.  They cannot prove that the engine holds
-what was sent, because checkpoint tensors are hashed differently.  They do not cover layers that keep packed weights
-elsewhere: vLLM hashes those as empty.  vLLM copies all weights to the host for them, so we ask only with
-``digest="sha256"``.
-"""
+"""Requests beside vLLM's weight transfer: pause, resume, score, and helpers for routes that may be missing."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +22,6 @@ _PAUSES: dict[PauseMode, str] = {
     "abort": "mode=abort&clear_cache=true",
 }
 _NO_ROUTE = (404, 405)
-_EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 def post(path: str, body: Mapping[str, Any] | None = None) -> EngineRequest:
@@ -87,31 +78,3 @@ def score(model: str, token_ids: Sequence[int]) -> Generator[EngineRequest, byte
         raise WireError(
             f"vLLM's answer has no log-probabilities of the prompt: {type(error).__name__}: {error}"
         ) from None
-
-
-class _Answer(msgspec.Struct):
-    checksums: dict[str, str]
-
-
-def checksums() -> Generator[EngineRequest, bytes, dict[str, str]]:
-    """Checksums by rank and parameter; empty if this vLLM has none."""
-    try:
-        return msgspec.json.decode((yield post("/weight_checker", {"action": "checksum"})), type=_Answer).checksums
-    except (TargetRejected, msgspec.MsgspecError):
-        return {}
-
-
-def as_one(found: Mapping[str, str]) -> str:
-    """One digest for the engine; empty without checksums."""
-    lines = "\n".join(f"{name} {value}" for name, value in sorted(found.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()[:32] if found else ""
-
-
-def compared(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """A sentence on how many parameters changed; empty without checksums."""
-    if not before or not after:
-        return ""
-    changed = sum(before.get(name) != value for name, value in after.items())
-    empty = sum(value == _EMPTY for value in after.values())
-    words = f"by vLLM's own checksums {changed} of {len(after)} parameters changed"
-    return f"{words}, and {empty} are packed and not covered" if empty else words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,7 +10,6 @@ import msgspec
 import torch
 
 from weightcast.adapters.registry import adapter_for
-from weightcast.adapters.vllm.requests import as_one, checksums
 from weightcast.comm.run_steps import converse
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
@@ -187,21 +187,19 @@ def _own_checksum(engine: EngineUnderTest) -> str:
     Raises:
         NotApplicable: It has none.
     """
-    if engine.first.kind.startswith("vllm"):
-        found = as_one(converse(engine.client, checksums(), timeout_s=engine.settings.timeout_s))
-    elif engine.first.kind == "sglang":
-        try:
-            reply = engine.client.post_json(
-                "/weights_checker", b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s
-            )
-            found = str(msgspec.json.decode(reply, type=dict[str, Any]).get("per_engine_checksum") or "")
-        except (TargetRejected, msgspec.MsgspecError) as error:
-            raise NotApplicable(f"it has no checksum of its own: {error}") from None
-    else:
-        found = ""
+    sglang = engine.first.kind == "sglang"
+    if not sglang and not engine.first.kind.startswith("vllm"):
+        raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
+    path = "/weights_checker" if sglang else "/weight_checker"
+    try:
+        reply = engine.client.post_json(path, b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s)
+        answer = msgspec.json.decode(reply, type=dict[str, Any])
+    except (TargetRejected, msgspec.MsgspecError) as error:
+        raise NotApplicable(f"it has no checksum of its own: {error}") from None
+    found = answer.get("per_engine_checksum" if sglang else "checksums")  # vLLM's are one for each rank and parameter
     if not found:
         raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
-    return found
+    return found if sglang else hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()
 
 
 def _shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:

@@ -243,27 +243,6 @@ def test_a_bucket_is_one_packed_chunk_of_an_update() -> None:
     assert server.asked[-1] == "/resume"
 
 
-def test_checksums_are_read_only_with_sha256_and_tell_their_coverage() -> None:
-    values = iter([{"a": "1", "b": "2", "c": EMPTY}, {"a": "9", "b": "2", "c": EMPTY}])
-    server = a_server(
-        started(weight_transfer_config={"backend": "ipc"}),
-        pause={},
-        init_weight_transfer_engine={},
-        start_weight_update={},
-        finish_weight_update={},
-        resume={},
-        weight_checker=lambda body: {"checksums": next(values)},
-    )
-    adapter = by_ipc(server)
-    server.ask(adapter.open(opening()))
-    assert server.ask(adapter.commit(Commit(session=SESSION))).message == ""
-    assert "/weight_checker" not in server.asked
-    opened = server.ask(adapter.open(opening(digest="sha256")))
-    done = server.ask(adapter.commit(Commit(session=SESSION)))
-    assert done.message == "by vLLM's own checksums 1 of 3 parameters changed, and 1 are packed and not covered"
-    assert opened.checksum != done.checksum != ""
-
-
 def test_init_refused_for_another_reason_is_not_repeated() -> None:
     server = a_server(
         started(weight_transfer_config={"backend": "ipc"}),
