@@ -37,7 +37,7 @@ refused, which the adapter may catch.  The generator returns the result of the s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -72,10 +72,6 @@ class Exporter(Protocol):
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor of an update (name, shape, wire dtype), in one order on all ranks.  No communication."""
-        ...
-
-    def shards(self) -> Iterator[Shard]:
-        """Yields the parts that this rank holds.  No communication."""
         ...
 
     def prepare(self, group: TrainerGroup) -> None:
@@ -142,18 +138,6 @@ class Casting(Protocol):
     def casts(self) -> bool:
         """True if it may be asked to; False where the caller has chosen the dtype that travels."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The part ``box`` of one tensor that one trainer rank holds.
-
-    ``spec`` has the wire dtype of the whole tensor, ``tensor`` the model's, on its device.
-    """
-
-    spec: TensorSpec
-    box: Box
-    tensor: torch.Tensor
 
 
 @runtime_checkable

@@ -34,7 +34,7 @@ def test_an_update_from_a_path_reaches_the_engine_and_closes_its_files(engine, t
         updater.close()
         assert engine.digests() == digests_of(version)
         with pytest.raises(ValueError, match="closed file"):
-            next(iter(updater._exporter.shards()))
+            next(iter(updater._exporter.tensors()))
     next_version()
 
 

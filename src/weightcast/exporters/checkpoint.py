@@ -20,8 +20,7 @@ from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
 from weightcast.exporters.safetensors_file import Entry, Identity, SafetensorsFile, Staging, identity_at, unique
 from weightcast.exporters.structure import check_same
-from weightcast.protocols import BucketUse, Shard
-from weightcast.wire.box import Box
+from weightcast.protocols import BucketUse
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import NAMES, BucketLayout, TensorSpec
 
@@ -171,13 +170,13 @@ class CheckpointExporter:
         """As ``Budgeted.computing_bytes``: nothing is computed."""
         return 0
 
-    def shards(self) -> Iterator[Shard]:
-        """Every tensor, whole, in host memory and in the dtype of the file; each is read when it is asked for."""
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name, in host memory and in the dtype of the file; each is read when it is asked for."""
         for spec in self._specs:
             file, entry = self._entries[spec.name]
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
             file.read(entry, 0, tensor.view(-1), self._staging)
-            yield Shard(spec=spec, box=Box(offset=(0,) * len(entry.shape), shape=entry.shape), tensor=tensor)
+            yield spec.name, tensor
 
     def prepare(self, group: TrainerGroup) -> None:
         """Does nothing: every rank reads the same files."""

@@ -16,7 +16,7 @@ from weightcast.digest.copies import Flat
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
-from weightcast.protocols import BucketUse, Shard
+from weightcast.protocols import BucketUse
 from weightcast.wire.box import contiguous_strides
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -98,14 +98,6 @@ class BridgeExporter:
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the bridge's order."""
         return self._specs
-
-    def shards(self) -> Iterator[Shard]:
-        """Raises an error: a bridge does not say which shards this rank holds.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError("a bridge yields whole tensors and does not say which shards a rank holds")
 
     def changed(self) -> bool:
         """Implements ``Replanning.changed``: a bridge says anew in each update what it has, and ``fill`` compares."""

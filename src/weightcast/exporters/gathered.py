@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from weightcast.exporters.mapping import Family
 from weightcast.exporters.module import NamedExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.peft_layers import adapter_tensors
-from weightcast.protocols import BucketUse, Shard
+from weightcast.protocols import BucketUse
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
@@ -129,10 +129,6 @@ class GatheredExporter(NamedExporter, ABC):
                 "partitioned what it was. Nothing has been sent, and the engines serve what they served",
                 hint="undo the change before the update, or close this updater and connect again",
             )
-
-    def shards(self) -> Iterator[Shard]:
-        """Raises ``ConfigError``: partitions are no boxes of tensors."""
-        raise ConfigError(f"{self.framework} keeps flat partitions, which are no boxes of the model's tensors")
 
     def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
         """Implements ``Planning.plan``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,7 +20,6 @@ from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import levels, outermost_layers, why_not_by_itself
 from weightcast.exporters.structure import Structure, in_planned_order
-from weightcast.protocols import Shard
 from weightcast.wire.box import Box, slices
 from weightcast.wire.layout import TensorSpec, dtype_name
 
@@ -135,14 +134,6 @@ class AdapterExporter(GatheringExporter):
         """Implements ``Replanning.look_again``."""
         self._check()
         self._look()
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's shards, before the scale.  No communication."""
-        with self._tensors.looking():
-            for number, spec in enumerate(self._specs):
-                part = self._tensors.part(self._arranged[number].segments[0].source)
-                if part is not None:
-                    yield Shard(spec=spec, box=part[0], tensor=part[1])
 
     def _local(self, number: int) -> list[Held]:
         number = self._arranged[number].segments[0].source

@@ -7,7 +7,7 @@ modules that still hold gathered parameters from the last forward pass free them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -33,7 +33,7 @@ from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
 from weightcast.exporters.structure import Structure, in_planned_order
-from weightcast.protocols import BucketUse, Shard
+from weightcast.protocols import BucketUse
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
@@ -285,19 +285,6 @@ class WeightsExporter(NamedExporter):
         if merging is None:
             return None
         return merging + (16 * lora.CHUNK_ELEMENTS if merging or self._quantiser is not None else 0)
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's shards, in the order of ``specs``: the model's own memory.  No communication.
-
-        Raises:
-            ConfigError: Values are computed on the way (quantised, or with adapters merged), so no rank holds them.
-        """
-        with self._tensors.looking():
-            for number, spec in enumerate(self._specs):
-                for held in self._local(number) if self._quantiser is None else self._quantiser.local(number):
-                    if held.memory is None:
-                        raise ConfigError(f"{spec.name} is computed on the way, so no rank holds its values")
-                    yield Shard(spec=spec, box=held.box, tensor=held.memory)
 
     def fill_own(
         self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

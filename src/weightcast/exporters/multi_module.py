@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,7 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import BucketUse, Casting, Exporter, Planning, Refilling, Replanning, Shard, Summing
+from weightcast.protocols import BucketUse, Casting, Exporter, Planning, Refilling, Replanning, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
@@ -97,13 +97,6 @@ class ComposedExporter:
     def specs(self) -> Sequence[TensorSpec]:
         """The parts' tensors, one part after the other."""
         return self._specs
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's shards.  No communication."""
-        for part in self.parts.values():
-            for shard in part.exporter.shards():
-                spec = msgspec.structs.replace(shard.spec, name=f"{part.prefix}{shard.spec.name}")
-                yield Shard(spec=spec, box=shard.box, tensor=shard.tensor)
 
     def prepare(self, group: TrainerGroup) -> None:
         """Prepares every part.  Collective.

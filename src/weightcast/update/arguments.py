@@ -195,7 +195,7 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
         return checkpoint, checkpoint.close
     if isinstance(model, Mapping):
         return StateDictExporter(model, wire_dtype=dtype), lambda: None
-    if not all(hasattr(model, part) for part in ("device", "specs", "shards", "prepare", "fill")):
+    if not all(hasattr(model, part) for part in ("device", "specs", "prepare", "fill")):
         raise ConfigError(
             f"an object of type {type(model).__name__} is no model that can be exported",
             hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter",

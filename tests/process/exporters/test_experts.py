@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.helpers.clock import AMPLE_S
 from tests.helpers.exports import ALONE, CPU, export
@@ -225,29 +225,3 @@ def test_a_rank_with_the_wrong_number_of_experts_is_refused():
     model.experts.gate_up_proj = nn.Parameter(torch.ones(2, 4, 3))
     with pytest.raises(ConfigError, match="has 2 experts on expert-parallel rank 1 of 2, which should have 3 of 6"):
         ModuleExporter(model, shard_of=experts_over(1, 2, total=6, match=r"experts\..*"))
-
-
-def placed_halves() -> list[tuple]:
-    """Each rank's shards, without communication."""
-    case = {"seed": 0, "model_type": "qwen3_moe", "experts": 4, "width": 3, "hidden": 5}
-    model = Model(case | {"hidden": 5})
-    mesh = mesh_of(1, 2)
-    experts = model.layers[0].mlp.experts
-    whole = experts.gate_up_proj.detach().clone()
-    place(experts, "gate_up_proj", mesh["ep"], [Shard(0)])
-    held = []
-    for part in ModuleExporter(model).shards():
-        if "layers.0.mlp.experts" in part.spec.name and "gate" in part.spec.name:
-            expert = int(part.spec.name.split(".")[4])
-            assert torch.equal(part.tensor, whole[expert, :3])
-            assert isinstance(experts.gate_up_proj, DTensor)
-            local = experts.gate_up_proj.to_local()
-            assert part.tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            held.append((expert, part.box.offset, part.box.shape))
-    return held
-
-
-def test_a_rank_shows_its_experts_without_a_copy(jobs):
-    first, second = jobs(2).run(placed_halves)
-    assert first == [(0, (0, 0), (3, 5)), (1, (0, 0), (3, 5))]
-    assert second == [(2, (0, 0), (3, 5)), (3, (0, 0), (3, 5))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import signal
@@ -186,29 +185,6 @@ def train_a_step() -> None:
 
 def test_values_that_an_optimizer_wrote_are_sent(jobs):
     jobs(2).run(train_a_step)
-
-
-def shards_cover_the_model() -> list[tuple]:
-    model = Tiny()
-    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    shard_tiny("fsdp+tp", model)
-    held = []
-    for shard in ModuleExporter(model).shards():
-        index = tuple(slice(o, o + n) for o, n in zip(shard.box.offset, shard.box.shape, strict=True))
-        assert torch.equal(shard.tensor, plain[shard.spec.name][index])
-        held.append((shard.spec.name, shard.spec.shape, shard.box.offset, shard.box.shape))
-    return held
-
-
-def test_shards_have_the_right_boxes_and_cover_everything(jobs):
-    boxes: dict[str, set] = {}
-    shapes = {}
-    for name, shape, offset, extent in itertools.chain(*jobs(4).run(shards_cover_the_model)):
-        boxes.setdefault(name, set()).add((offset, extent))
-        shapes[name] = shape
-    assert boxes["layers.0.weight"] == {((o, 0), (n, 6)) for o, n in ((0, 2), (2, 1), (3, 2), (5, 1))}
-    for name, found in boxes.items():
-        assert sum(math.prod(extent) for _, extent in found) == math.prod(shapes[name])
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]

@@ -81,12 +81,12 @@ def present(class_names) -> list[str]:
 
 
 def exported(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Joins this process' shards to an export."""
-    found: dict[str, torch.Tensor] = {}
-    for shard in ModuleExporter(model).shards():
-        whole = found.setdefault(shard.spec.name, torch.zeros(shard.spec.shape, dtype=shard.tensor.dtype))
-        whole[tuple(slice(a, a + n) for a, n in zip(shard.box.offset, shard.box.shape, strict=True))] = shard.tensor
-    return found
+    exporter = ModuleExporter(model)
+    specs = {spec.name: spec for spec in exporter.specs()}
+    found = export(exporter)
+    values = {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in found.items() if data}
+    empty = torch.empty(0, dtype=torch.uint8)
+    return {name: values.get(name, empty).view(specs[name].torch_dtype).view(specs[name].shape) for name in found}
 
 
 def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

@@ -154,5 +154,3 @@ def test_one_dtype_in_a_bucket_needs_one_dtype():
     with pytest.raises(ConfigError, match=r"needs .*gate_proj\.weight out of the bridge") as caught:
         export(BridgeExporter(bridge.export_weights), packing=Packing(one_dtype=True))
     assert "wire_dtype" in (caught.value.hint or "")
-    with pytest.raises(ConfigError, match="does not say which shards"):
-        list(BridgeExporter(bridge.export_weights).shards())

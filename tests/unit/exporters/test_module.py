@@ -140,17 +140,6 @@ def test_non_contiguous_parameters_are_sent_in_order():
     assert export(ModuleExporter(model))["odd"] == raw(torch.arange(12.0).reshape(3, 4).t().contiguous())
 
 
-def test_shards_of_a_plain_module_are_its_own_memory():
-    model = Tiny()
-    shards = list(ModuleExporter(model, wire_dtype=torch.bfloat16).shards())
-    assert [shard.spec.name for shard in shards] == [name for name in model.state_dict() if name != "head.weight"]
-    first = next(shard for shard in shards if shard.spec.name == "embed.weight")
-    assert first.tensor.data_ptr() == model.embed.weight.data_ptr()
-    assert first.tensor.dtype == torch.float32
-    assert first.spec.dtype == "bfloat16"
-    assert (first.box.offset, first.box.shape) == ((0, 0), (13, 6))
-
-
 def test_another_models_layout_is_refused():
     layouts = plan_buckets(ModuleExporter(Tiny()).specs(), bucket_bytes=1 << 20, packing=Packing())
     other = ModuleExporter(nn.Linear(3, 3))

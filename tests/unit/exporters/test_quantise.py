@@ -247,13 +247,6 @@ def test_whole_blocks_are_read_in_place(dtype):
         assert {name: got[name] == want[name] for name in want} == dict.fromkeys(want, True)
 
 
-def test_a_quantised_export_has_no_shards():
-    model = nn.Module()
-    model.up_proj = nn.Linear(3, 2, bias=False)
-    with pytest.raises(ConfigError, match=r"up_proj\.weight is computed"):
-        list(ModuleExporter(model, quantise=Fp8Blocks()).shards())
-
-
 # -- sharded
 
 

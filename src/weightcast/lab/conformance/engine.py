@@ -211,9 +211,9 @@ class EngineUnderTest:
             kept = {spec.name: spec.torch_dtype for spec in self.first.specs}
             with CheckpointExporter(self.folders[name]) as exporter:
                 self._digests[name] = {
-                    shard.spec.name: tensor_digest(shard.tensor.to(kept[shard.spec.name]))
-                    for shard in exporter.shards()
-                    if shard.spec.name in kept
+                    tensor_name: tensor_digest(tensor.to(kept[tensor_name]))
+                    for tensor_name, tensor in exporter.tensors()
+                    if tensor_name in kept
                 }
         return self._digests[name]
 

@@ -204,9 +204,9 @@ def _rows(job: Job, mesh: DeviceMesh, device: torch.device) -> dict[str, DTensor
     """The weights, each cut into rows among all ranks, in memory that engines can map."""
     placed: dict[str, DTensor] = {}
     with CheckpointExporter(job.checkpoint) as exporter:
-        for shard in exporter.shards():
-            place = Shard(0) if shard.tensor.dim() else Replicate()
-            placed[shard.spec.name] = distribute_tensor(shard.tensor, mesh, [place], src_data_rank=None)
+        for name, tensor in exporter.tensors():
+            place = Shard(0) if tensor.dim() else Replicate()
+            placed[name] = distribute_tensor(tensor, mesh, [place], src_data_rank=None)
     sizes = [-(-whole.to_local().nbytes // _ALIGN) * _ALIGN for whole in placed.values()]
     buffer = SharedBuffer(max(1, sum(sizes)), device)
     _kept.append(buffer)  # as long as engines may read it
