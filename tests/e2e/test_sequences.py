@@ -59,7 +59,7 @@ class Engine:
     """An engine behind HTTP that can be started again behind the same port."""
 
     def __init__(self) -> None:
-        self.tp_size, self.place, self.draft, self.kind = 1, "device", False, FusedModel
+        self.tp_size, self.place, self.kind = 1, "device", FusedModel
         self._started = False
         self.start()
         app = FastAPI()
@@ -90,7 +90,6 @@ class Engine:
                 tp_size=self.tp_size,
                 staging="none" if self.kind is ScalingModel else place,  # type: ignore[arg-type]
                 keep_storage="keeps" in self.place,
-                draft=nn.Linear(2, 2) if self.draft else None,
             )
             receivers.append(receiver)
         self.ranks = AtOnce(receivers)
@@ -238,9 +237,6 @@ class World:
             case "engine with another loader":
                 self.engine.kind = FusedModel if self.engine.kind is ScalingModel else ScalingModel
                 self.engine.start()
-            case "engine with a draft":
-                self.engine.draft = not self.engine.draft
-                self.engine.start()
             case "engine sleeps":
                 self.engine.sleep(discard=False)
             case "engine sleeps without its weights":
@@ -296,10 +292,7 @@ class World:
         assert (row.proof, row.unproven) == ("partial" if computed else "resident", len(computed))
         proven = {name: tensor_digest(tensor) for name, tensor in sent.items() if name not in computed}
         assert row.digest == info.digest == model_digest(proven)
-        assert row.not_updated == (*("embed", "requests_served"), *self.drafts())
-
-    def drafts(self) -> tuple[str, ...]:
-        return ("draft.weight", "draft.bias") if self.engine.draft else ()
+        assert row.not_updated == ("embed", "requests_served")
 
     def close(self) -> None:
         self.disconnect()
@@ -318,7 +311,6 @@ CHANGES = (
     "engine with another tp",
     "engine with another staging",
     "engine with another loader",
-    "engine with a draft",
     "engine sleeps",
     "engine sleeps without its weights",
     "trainer connects again",
@@ -359,7 +351,7 @@ def play(
 ) -> None:
     with exchanging(size_bytes):
         for world in worlds:
-            world.engine.tp_size, world.engine.place, world.engine.draft = 1, "device", False
+            world.engine.tp_size, world.engine.place = 1, "device"
             world.engine.kind, world.bucket_bytes, world.transport = FusedModel, BUCKETS[0], transport
             world.engine.start()
             world.begin()

@@ -306,7 +306,7 @@ class Loader:
                 if slot.spec.name in self.computed:
                     self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
         self._loaded.append(rows)
-        self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
+        self.touched = self.touched or (not self.staging.staged and any(plan.buffers))
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
     def chunks(self, tp_size: int) -> ResidentChunks:

@@ -77,7 +77,6 @@ class WeightReceiver:
         tp_size: int = 1,
         device: torch.device | str = "cpu",
         finishers: Sequence[Finisher] = (),
-        draft: nn.Module | None = None,
         staging: StagingChoice = "auto",
         residents: Mapping[str, torch.Tensor] | None = None,
         checks: Sequence[Check] = (),
@@ -93,7 +92,6 @@ class WeightReceiver:
             load_weights: Takes ``(name, tensor)`` pairs of whole tensors and keeps this rank's slices.
             expected: Every tensor of a full update, whole; None takes the model's own parameters and buffers.
             finishers: Called once after new weights are live (rebuild captured graphs, say).
-            draft: A draft model beside it; its parameters are reported as not updated.
             staging: Place of the staging set; ``auto`` takes the device, else the host, else nothing.
             residents: Tensors that ``load_weights`` writes, for an engine that packs its weights; see ``Loader``.
             checks: Called before weights are read back; each raises if the model computes with other memory.
@@ -134,7 +132,6 @@ class WeightReceiver:
         place = choose_place(place, size_bytes=self.loader.size_bytes, device=self.device)
         self.staging_note = _staging_note(place, why, self.loader.size_bytes) if staging == "auto" else ""
         self.loader.stage(place, keep_storage=keep_storage, may_move=may_move)
-        self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
         prepare_kernels(self.device)
         self._memory = SharedMemorySource(self.device)
         self._interrupted = threading.Event()
@@ -546,7 +543,7 @@ class WeightReceiver:
         return RankAck(
             rank=self.rank,
             touched=touched or self.loader.touched,
-            not_updated=(*self.loader.not_updated, *self._draft),
+            not_updated=self.loader.not_updated,
             held=held,
             unproven=tuple(sorted(self.loader.computed)),
             load_s=self._load_s,

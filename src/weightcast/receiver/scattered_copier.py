@@ -66,7 +66,6 @@ class ScatteredCopier:
     """Copies the own share of such buckets, in update after update.
 
     Attributes:
-        read_bytes: Bytes that were read in this update.
         wholes: The tensors that were put together for the model's own loader in this update, and their sums.
     """
 
@@ -79,7 +78,6 @@ class ScatteredCopier:
         self._plan = LoadPlan()
         self._sums: torch.Tensor | None = None
         self._all_summed = True
-        self.read_bytes = 0
         self.wholes: list[tuple[HeldPart, int]] = []
 
     def use(self, plan: LoadPlan) -> None:
@@ -89,7 +87,6 @@ class ScatteredCopier:
     def begin(self) -> None:
         """Forgets what an earlier update left."""
         self._sums, self._all_summed = None, True
-        self.read_bytes = 0
         self.wholes.clear()
 
     def rewind(self, dropped: Collection[tuple[str, int]]) -> None:
@@ -193,7 +190,6 @@ class ScatteredCopier:
             for number in numbers:
                 shares = plan.buffers[number]
                 copy_plainly(buffers[number], [(share.slot, share.copy) for share in shares], staging)
-        self.read_bytes += plan.read_bytes
 
     def put_together(
         self, slot: TensorSlot, sources: Sequence[Source], buffers: Sequence[torch.Tensor]

@@ -89,7 +89,6 @@ class ScatteredPlan:
     parts: Parts | tuple[MappedPart, ...]
     buffers: Sequence[Sequence[ShareCopy]]
     wholes: Mapping[int, Sequence[Source]]
-    read_bytes: int
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
 
 
@@ -235,15 +234,13 @@ def _plan_copies(
     """The copies, once it is shown that together they are each element of each route, once."""
     buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
     wholes: dict[int, Sequence[Source]] = {}
-    read_bytes = 0
     for number, slot in enumerate(layout.slots):
-        name, itemsize, found = slot.spec.name, slot.spec.torch_dtype.itemsize, sources.get(number, ())
+        name, found = slot.spec.name, sources.get(number, ())
         rows, computed = slot.box, slot.spec.name in routes.computed
         if computed:
             if sum(source.box.numel for source in found) != rows.numel:
                 raise Refused(f"{name}: not every element would arrive once")
             wholes[number] = found
-            read_bytes += rows.numel * itemsize
         for index, route in enumerate(routes.by_source.get(name, ())):
             copied = 0
             for source in found:
@@ -255,8 +252,7 @@ def _plan_copies(
             expected = intersection(route.box, rows)
             if copied != (expected.numel if expected is not None else 0):
                 raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")
-            read_bytes += copied * itemsize
-    return ScatteredPlan(layout, parts, buffers, wholes, read_bytes)
+    return ScatteredPlan(layout, parts, buffers, wholes)
 
 
 def _copy_of(piece: Route, source: Source) -> Copy:

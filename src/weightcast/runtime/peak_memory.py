@@ -1,7 +1,8 @@
 """Measures the peak memory of a piece of work.
 
 On CUDA torch's allocator counts.  On the CPU Linux keeps the high-water mark of a process's resident set and lets a
-process reset its own.  Where a kernel does not allow that, a thread samples.
+process reset its own.  Where a kernel does not allow that, a peak below an earlier one is not seen: what is resident
+when somebody looks counts instead.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-_SAMPLE_S = 0.002
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")
@@ -39,7 +40,7 @@ class PeakMemory:
     def __init__(self, device: torch.device, *, trim: bool = True) -> None:
         self._device = device
         self._trim = trim
-        self._start_bytes = self._start_file_bytes = 0
+        self._start_bytes = self._start_file_bytes = self._earlier_peak_bytes = 0
         self._peak_bytes = 0
         self._running = False
 
@@ -60,7 +61,7 @@ class PeakMemory:
                 for other in _open:
                     other._observe()
                 _reset(self._device)
-                self._start_bytes, self._start_file_bytes = _look(self._device, "VmRSS", "current")
+                self._start_bytes, self._earlier_peak_bytes, self._start_file_bytes = _look(self._device)
                 self._peak_bytes = self._start_bytes
                 self._running = True
                 _open.append(self)
@@ -79,11 +80,10 @@ class PeakMemory:
             self._running = False
             if self in _open:
                 _open.remove(self)
-            if not _open:
-                _Sampler.stop()
 
     def _observe(self) -> None:
-        found, file_bytes = _look(self._device, "VmHWM", "peak")
+        now_bytes, peak_bytes, file_bytes = _look(self._device)
+        found = peak_bytes if peak_bytes > self._earlier_peak_bytes else now_bytes
         came_in = max(file_bytes - self._start_file_bytes, 0)
         self._peak_bytes = max(self._peak_bytes, found - came_in)
 
@@ -92,26 +92,23 @@ def _reset(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):
         _CLEAR_REFS.write_text("5")
-    except OSError:
-        _Sampler.start()
 
 
-def _look(device: torch.device, field: str, which: str) -> tuple[int, int]:
-    """Bytes in use, and those of resident pages of mapped files without shared memory: 0 if the kernel does not tell.
+def _look(device: torch.device) -> tuple[int, int, int]:
+    """Bytes in use; most of them since the last reset; and those of resident pages of mapped files.
 
-    ``field`` names the figure in Linux's status of a process, ``which`` that of torch's allocator.
+    Shared memory is no file here.  The last figure is 0 if the kernel does not tell.
     """
     if device.type == "cuda":
         # ``torch.cuda.memory_allocated`` would flatten and sort hundreds of figures for this one.
         found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
-        return found.get(which, 0), 0
+        return found.get("current", 0), found.get("peak", 0), 0
     status = {name: rest for name, _, rest in (line.partition(":") for line in _STATUS.read_text().splitlines())}
-    found = {name: int(status[name].split()[0]) * 1024 for name in (field, "RssFile") if name in status}
-    if _Sampler.running():
-        found[field] = max(_Sampler.peak_bytes, _statm_bytes()) if which == "peak" else _statm_bytes()
-    return found[field] if field in found else _statm_bytes(), found.get("RssFile", 0)
+    found = {name: int(status[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM", "RssFile") if name in status}
+    now_bytes = found["VmRSS"] if "VmRSS" in found else _statm_bytes()
+    return now_bytes, max(found.get("VmHWM", 0), now_bytes), found.get("RssFile", 0)
 
 
 def _statm_bytes() -> int:
@@ -123,32 +120,3 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-class _Sampler:
-    """Reads the resident set every 2 ms, for kernels that do not let the high-water mark be reset."""
-
-    peak_bytes = 0
-    _stop: threading.Event | None = None
-
-    @classmethod
-    def running(cls) -> bool:
-        return cls._stop is not None
-
-    @classmethod
-    def start(cls) -> None:
-        cls.peak_bytes = _statm_bytes()
-        if cls._stop is None:
-            cls._stop = threading.Event()
-            threading.Thread(target=cls._run, args=(cls._stop,), name="weightcast-memory", daemon=True).start()
-
-    @classmethod
-    def stop(cls) -> None:
-        if cls._stop is not None:
-            cls._stop.set()
-            cls._stop = None
-
-    @classmethod
-    def _run(cls, stop: threading.Event) -> None:
-        while not stop.wait(_SAMPLE_S):
-            cls.peak_bytes = max(cls.peak_bytes, _statm_bytes())

@@ -417,11 +417,6 @@ def test_computed_weights_that_wait_are_switched_with_the_others_and_go_back_wit
         assert differing(model, before) == []
 
 
-def test_a_draft_is_named_as_not_updated(model):
-    receiver = receiver_of(model, draft=torch.nn.Linear(2, 2))
-    assert run(receiver, Sender(NEW)).not_updated == ("embed", "requests_served", "draft.weight", "draft.bias")
-
-
 def test_a_tensor_parallel_rank_must_be_told_what_to_expect(model):
     with pytest.raises(ConfigError, match="told"):
         WeightReceiver(model, load_weights=model.load_weights, tp_rank=1, tp_size=2)
