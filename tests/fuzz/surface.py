@@ -1,13 +1,14 @@
 """Sends random requests to every route of ``weightcast serve``: ``python -m tests.fuzz.surface --count 200``.
 
-Schemathesis makes requests out of our own OpenAPI document, valid ones and invalid ones.  No answer may be a server
-error, every status and content type has to be one that the document promises, and afterwards the engine keeps what it
-kept.
+Schemathesis makes requests out of our own OpenAPI document, valid ones and invalid ones.  For the update protocol the
+document has no schemas, so these routes get the messages of ``inputs`` as well.  No answer may be a server error, every
+status and content type has to be one that the document promises, and afterwards the engine keeps what it kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.fuzz.inputs import make
 from tests.helpers.engines import Engine
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 
@@ -73,6 +75,15 @@ class Surface:
             except FailureGroup as group:
                 self.failures += [f"{label}: {failure}" for failure in group.exceptions]
 
+    def throw_messages(self, operation: Any, count: int, seed: int) -> None:
+        """Sends ``count`` messages to a route of the update protocol, most of them damaged."""
+        label, random_ = f"{operation.method.upper()} {operation.path}", random.Random(seed)
+        for _ in range(count):
+            try:
+                self._ask(operation.Case(body=make(random_), media_type="application/json"), label)
+            except FailureGroup as group:
+                self.failures += [f"{label}: {failure}" for failure in group.exceptions]
+
     def check(self) -> None:
         """Checks that nothing has changed."""
         assert self._state() == self.before
@@ -117,6 +128,8 @@ def main() -> None:
             for operation in surface.operations:
                 if args.only in operation.path:
                     surface.throw(operation, args.count, args.seed)
+                    if operation.path.startswith("/weightcast/") and operation.method == "post":
+                        surface.throw_messages(operation, args.count, args.seed)
             surface.check()
         finally:
             engine.stop()

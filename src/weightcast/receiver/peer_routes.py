@@ -9,11 +9,10 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from weightcast.errors import WireError
 from weightcast.receiver.api_keys import Guard
-from weightcast.receiver.server import NOT_FOR_YOU, Refusal, carried_out, json_content, read_body, refusal
+from weightcast.receiver.server import NOT_FOR_YOU, carried_out, json_content, read_body, refusal
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.codec import decode
 from weightcast.wire.messages import BOXES, CHUNK, ReadChunk
-from weightcast.wire.pieces import WantedBoxes
 
 _MAX_REQUEST_BYTES = 4096
 
@@ -32,7 +31,7 @@ def peer_routes(engine: Callable[[], SessionHandler], *, guard: Guard | None = N
         summary="One chunk of a rank's live weights, in the engine's layout, for another engine",
         response_class=Response,
         responses={200: _BYTES, **{code: _REFUSED for code in (400, 409, 413, 500)}},
-        openapi_extra={"requestBody": {"required": True, **json_content("The chunk", ReadChunk)}},
+        openapi_extra={"requestBody": {"required": True, **json_content("The chunk")}},
     )
     async def chunk(request: Request) -> Response:
         body = await read_body(request, _MAX_REQUEST_BYTES)
@@ -50,7 +49,7 @@ def peer_routes(engine: Callable[[], SessionHandler], *, guard: Guard | None = N
         BOXES,
         summary="The boxes of the source tensors that ranks want, so that trainer ranks can pack them",
         response_class=Response,
-        responses={200: json_content("The boxes", WantedBoxes), 409: _REFUSED, 500: _REFUSED},
+        responses={200: json_content("The boxes"), 409: _REFUSED, 500: _REFUSED},
     )
     async def boxes() -> Response:
         return await carried_out(lambda: engine().boxes())
@@ -58,7 +57,7 @@ def peer_routes(engine: Callable[[], SessionHandler], *, guard: Guard | None = N
     return router
 
 
-_REFUSED: dict[str, Any] = json_content("Refused; nothing changed", Refusal)
+_REFUSED: dict[str, Any] = json_content("Refused; nothing changed")
 _BYTES: dict[str, Any] = {
     "description": "The bytes of the chunk",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},

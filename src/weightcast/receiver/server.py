@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from weightcast.errors import ConfigError, Refused, WeightcastError, WireError, error_words
 from weightcast.receiver.api_keys import Guard
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
-from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, PREPARE_SCHEMA, decode, encode
+from weightcast.wire.codec import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Fetch, Join, Leave, Message, Open, Readback, Resume, Revert
+from weightcast.wire.messages import Message, Open, Readback
 from weightcast.wire.plans import UnknownPlan
 
 HEARTBEAT_S = 1.0
@@ -29,7 +29,6 @@ MAX_SCORE_BYTES = 1 << 20
 _SPARE_BYTES = 8 << 20  # of a message, for everything but the tensors that it names, such as handles of trainer ranks
 _TIMES_THE_TABLE = 4
 _DECODED_AT_ONCE_BYTES = 64 << 10
-_PREFIX = "#/components/schemas/"
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Score = Callable[[Sequence[int]], Sequence[float]]
 
@@ -305,55 +304,24 @@ def refusal(status: int, text: str) -> Response:
     return reply(Refusal(error=Words(message=text)), status)
 
 
-def schema_of(kind: Any) -> dict[str, Any]:
-    """Returns the JSON schema of a msgspec type, complete without references.
-
-    The components of the OpenAPI document belong to the application that mounts the weight routes.
-    """
-    (schema,), components = msgspec.json.schema_components([kind], ref_template=_PREFIX + "{name}")
-    found: dict[str, Any] = _inline(schema, components)
-    return found
-
-
-def json_content(description: str, *kinds: Any) -> dict[str, Any]:
-    """Returns an OpenAPI response or request body whose content is one of the types."""
-    schemas = [schema_of(kind) for kind in kinds]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _inline(part: Any, components: dict[str, Any]) -> Any:
-    if isinstance(part, list):
-        return [_inline(entry, components) for entry in part]
-    if not isinstance(part, dict):
-        return part
-    reference = part.get("$ref")
-    if isinstance(reference, str):
-        return _inline(components[reference.removeprefix(_PREFIX)], components)
-    found: dict[str, Any] = {key: _inline(value, components) for key, value in part.items() if key != "discriminator"}
-    pattern = found.get("pattern")
-    if isinstance(pattern, str):
-        # JSON schema has ECMAScript's regular expressions, in which $ means Python's \Z.
-        found["pattern"] = pattern.replace(r"\Z", "$")
-    return found
+def json_content(description: str) -> dict[str, Any]:
+    """Returns an OpenAPI response or request body in JSON.  ``wire`` has the forms, and the document repeats none."""
+    return {"description": description, "content": {"application/json": {}}}
 
 
 _STATUSES = {"engine": 409, "group": GROUP_FAILED, "mapping": MAPPING_FAILED}
-_INFO = json_content("The engine's description, with every tensor that an update must contain", EngineInfo)
-_STATUS = json_content("State, version and last update", EngineStatus)
-_ACK = json_content("Done", Ack)
-_LOGPROBS = json_content("One log-probability for each token but the first", Logprobs)
-_REFUSED = json_content("Refused; nothing changed", Refusal)
-_NOT_NOW = json_content("Refused or failed; the answer has the engine's state", Ack, Refusal)
+_INFO = json_content("The engine's description, with every tensor that an update must contain")
+_STATUS = json_content("State, version and last update")
+_ACK = json_content("Done")
+_LOGPROBS = json_content("One log-probability for each token but the first")
+_REFUSED = json_content("Refused; nothing changed")
+_NOT_NOW = json_content("Refused or failed; the answer has the engine's state")
 _LEASE = {
     "description": "A length (4 bytes, big endian) and an Ack, then heartbeats until the session is over",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
-_MESSAGES = json_content(
-    "One message",
-    PREPARE_SCHEMA | Join | Leave | ANNOUNCE_SCHEMA | Resume | Close | Commit | Revert | Abort | Readback | Fetch,
-)
-_OPEN = json_content("The first message of an update", OPEN_SCHEMA)
-_SCORED = json_content("A text as tokens", Scored)
+_MESSAGES = json_content("One message")
+_OPEN = json_content("The first message of an update")
+_SCORED = json_content("A text as tokens")
 _FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (*_STATUSES.values(), 500)}
 _REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, UNKNOWN_PLAN: _REFUSED, **_FAILURES}

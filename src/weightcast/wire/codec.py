@@ -16,13 +16,12 @@ from weightcast.errors import WireError
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.lru import Lru
 from weightcast.wire.answers import Ack, RankAck
-from weightcast.wire.bucket_sources import Source
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import decoded
 from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
 from weightcast.wire.messages import Announce, Message, Open, Prepare, Verbatim
-from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Tables, hash_of, kept_plan, take_plan
+from weightcast.wire.plans import MAX_BUCKETS, PlanHash, hash_of, kept_plan, take_plan
 from weightcast.wire.source_tables import decode_source, encode_source, kept_source, name_of_source
 
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
@@ -48,15 +47,13 @@ _Raws = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
 _PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw, "sources": _Raws})
-_ANNOUNCED: dict[str, Any] = {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket, "known_source": PlanHash}
-_AnnounceForm = _form(Announce, _ANNOUNCED | {"source": msgspec.Raw})
+_AnnounceForm = _form(
+    Announce,
+    {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket, "known_source": PlanHash, "source": msgspec.Raw},
+)
 _RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again; or their hash, if the other end has them.
 _InfoForm = _form(EngineInfo, {"specs": msgspec.Raw, "table": PlanHash})
-# The same for documents, in which every part has its own schema.
-OPEN_SCHEMA = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": Tables})
-PREPARE_SCHEMA = _form(Prepare, {"plan": PlanHash, "tables": Tables})
-ANNOUNCE_SCHEMA = _form(Announce, _ANNOUNCED | {"source": Source})
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
