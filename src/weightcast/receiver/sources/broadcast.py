@@ -101,7 +101,7 @@ class BroadcastSource:
         if group is not None:
             if self._entered is not None and self._entered.group is group:
                 self._entered = None
-                self._drop_buffers()
+                self._leave_buffers()
             group.close()
 
     def read(
@@ -136,7 +136,7 @@ class BroadcastSource:
                 if entered.work is not None:
                     group.finish(entered.work, what=f"bucket {layout.index}", timeout_s=timeout_s)
             except BaseException:
-                self._drop_buffers()
+                self._leave_buffers()
                 raise
             if 0 < next_bytes <= entered.buffer.numel():
                 self._entered = self._enter(group, next_bytes, patience_s)
@@ -194,7 +194,8 @@ class BroadcastSource:
         What a broadcast was entered with stays: another trainer may leave in the middle of this one's update.
         """
         self._drop_dead()
-        self._drop_buffers()
+        self._buffers.clear()
+        self._loaded.clear()
 
     def close(self) -> None:
         """Leaves every group and frees the buffers; safe to call twice."""
@@ -232,12 +233,15 @@ class BroadcastSource:
 
     def _give_up(self, entered: _Entered, why: str) -> None:
         entered.group.abort(why)
-        self._drop_buffers()
+        self._leave_buffers()
 
-    def _drop_buffers(self) -> None:
-        """Frees the receive buffers.  A broadcast that was given up may write to its buffer, and keeps that alive."""
-        self._buffers.clear()
-        self._loaded.clear()
+    def _leave_buffers(self) -> None:
+        """Takes other buffers from now on, on the host: gloo may go on writing to those of a broadcast given up.
+
+        It keeps them alive.  NCCL's ends with the abort.
+        """
+        if self._device.type == "cpu":
+            self._buffers.clear()
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if not self._buffers or self._buffers[0].numel() < size_bytes:
