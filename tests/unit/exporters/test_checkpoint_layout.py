@@ -83,7 +83,7 @@ def present(class_names) -> list[str]:
 def exported(model: nn.Module) -> dict[str, torch.Tensor]:
     exporter = ModuleExporter(model)
     specs = {spec.name: spec for spec in exporter.specs()}
-    found = export(exporter)
+    found = export(exporter, bucket_bytes=1 << 24)
     values = {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in found.items() if data}
     empty = torch.empty(0, dtype=torch.uint8)
     return {name: values.get(name, empty).view(specs[name].torch_dtype).view(specs[name].shape) for name in found}

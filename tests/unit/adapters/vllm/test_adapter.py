@@ -76,7 +76,7 @@ def a_server(info: Any, **more: Answer) -> Server:
     return Server(**(routes | more))
 
 
-def opening(*, pause: PauseMode = "abort", digest: Any = "fast") -> Open:
+def opening(*, pause: PauseMode = "abort") -> Open:
     return Open(
         session=SESSION,
         owner=Owner(host="h", pid=1),
@@ -85,7 +85,6 @@ def opening(*, pause: PauseMode = "abort", digest: Any = "fast") -> Open:
         lease_s=5.0,
         pause=pause,
         verify="resident",
-        digest=digest,
         specs=SPECS,
     )
 
