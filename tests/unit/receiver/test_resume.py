@@ -90,7 +90,7 @@ def test_a_wrong_bit_in_what_comes_again_shows_in_the_digests(back_to):
     receiver.close()
 
 
-@pytest.mark.parametrize("breaks_at", [1, 4, 9])
+@pytest.mark.parametrize("breaks_at", [1, 2, 4])
 def test_a_broadcast_that_was_given_up_may_write_while_its_bucket_comes_again(model, receiver, breaks_at):
     before = state(model)
     broken = Broadcaster(NEW, receiver)
