@@ -34,7 +34,7 @@ def summed(exporter: Exporter, group: TrainerGroup, *, bucket_bytes: int, flip: 
     TrainerGroup.move = flipping
     try:
         parts: dict[str, list[torch.Tensor]] = {}
-        for bucket in bucketize(exporter, layouts, group, slots, (), sources):
+        for bucket in bucketize(exporter, layouts, group, slots, sources):
             for slot, view in bucket.views() if bucket is not None else ():
                 parts.setdefault(slot.spec.name, []).append(view.clone())
     finally:
