@@ -46,7 +46,7 @@ def names(owner: type) -> set[str]:
 def test_every_option_is_one_of_the_caller_or_of_tests() -> None:
     own = {field.name for field in fields(UpdateConfig)}
     assert names(UpdateOptions) - own == {"adapter", "draft", "on_event", "advanced"}
-    assert own - names(UpdateOptions) - names(AdvancedOptions) - {"digest"} == {"direct_by"}
+    assert own - names(UpdateOptions) - names(AdvancedOptions) == {"direct_by"}
     assert not names(UpdateOptions) & names(AdvancedOptions)
     assert not GONE.keys() & (names(UpdateOptions) | names(AdvancedOptions))
 
