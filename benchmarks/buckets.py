@@ -9,18 +9,17 @@ import torch
 Named = tuple[str, torch.Tensor]
 
 
-def buckets_of(tensors: Iterable[Named], size_bytes: int, *, one_dtype: bool = False) -> Iterator[list[Named]]:
+def buckets_of(tensors: Iterable[Named], size_bytes: int) -> Iterator[list[Named]]:
     """Yields lists of tensors, in order, with at most that many bytes, or of one larger tensor.
 
     Args:
         tensors: Name and tensor, of any shape and dtype.
         size_bytes: Most bytes of a list of several.
-        one_dtype: Whether the tensors of a list have one dtype.
     """
     found: list[Named] = []
     held = 0
     for name, tensor in tensors:
-        if found and (held + tensor.nbytes > size_bytes or (one_dtype and found[-1][1].dtype != tensor.dtype)):
+        if found and held + tensor.nbytes > size_bytes:
             yield found
             found, held = [], 0
         found.append((name, tensor))

@@ -158,7 +158,7 @@ class Rank:
         return sum(_local(parameter).nbytes for parameter in self.model.parameters())
 
     def connect(
-        self, key: str, urls: Sequence[str], options: dict[str, Any], *, in_blocks: bool = False
+        self, key: str, urls: Sequence[str], options: dict[str, Any], in_blocks: bool = False
     ) -> dict[str, Any]:
         """Connects under a key; returns the seconds, the transport that was chosen, and NCCL's version.
 
