@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from tests.engines.environment import engine_python
+from tests.helpers.tuned_kernels import LARGEST, variants
 from weightcast.plugins.vllm.start_up import batch_sizes, warm_up
-
-LARGEST = 16384
-EXPERTS_OF_A_TOKEN = (1, 2, 6, 8)
-
-
-def variants(sizes: Any, config: Callable[[int], object]) -> set[object]:
-    """The kernels that these batches launch: Triton compiles one anew if 16 divides an argument or stops to."""
-    return {(config(size), size * experts % 16 == 0, experts) for size in sizes for experts in EXPERTS_OF_A_TOKEN}
 
 
 def untuned(size: int, experts: int) -> tuple[object, ...]:
@@ -49,20 +37,6 @@ def test_sizes_are_in_order_and_inside_of_what_vllm_can_run():
     assert sizes[-1] > 512
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) < 50
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("captured", [0, 512])
-def test_every_kernel_of_the_experts_that_vllm_has_tuned_is_compiled(captured):
-    site = next(Path(engine_python("vllm-0.32.0-cpu")).parents[1].glob("lib/python*/site-packages"))
-    files = sorted((site / "vllm/model_executor/layers/fused_moe/configs").glob("*NVIDIA_H*.json"))
-    assert len(files) > 50
-    sizes = batch_sizes(captured, LARGEST)
-    every = range(captured + 1, LARGEST + 1)
-    tables = {tuple(sorted(int(size) for size in json.loads(file.read_text()) if size.isdecimal())) for file in files}
-    for tuned in tables:
-        nearest = {size: min(tuned, key=lambda known: abs(known - size)) for size in every}
-        assert variants(every, nearest.__getitem__) <= variants(sizes, nearest.__getitem__), tuned
 
 
 @pytest.mark.parametrize(("eager", "least"), [(True, 1), (False, 9)])
