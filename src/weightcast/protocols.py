@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.engine_info import EngineInfo
     from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-    from weightcast.wire.messages import Close, Commit, Join, Open, Prepare, Resume, Revert
+    from weightcast.wire.messages import Close, Commit, Join, Open, Prepare, Revert
 
 
 # -- the trainer's model
@@ -89,19 +89,6 @@ class Exporter(Protocol):
         The bucket is None on a rank that only contributes its shards; ``group.receivers`` have one.  Returns
         ``Bucket.sums`` if the exporter summed the bytes while it copied them, else None.
         """
-        ...
-
-
-@runtime_checkable
-class Refilling(Protocol):
-    """An exporter that may be asked for any bucket again, in any order, as long as the weights stay as they are.
-
-    For another one, every bucket is filled again from the first one on, although only the last ones are sent again.
-    """
-
-    @property
-    def refills(self) -> bool:
-        """True if it may."""
         ...
 
 
@@ -453,15 +440,6 @@ class Reverting(Protocol):
 
     def revert(self, message: Revert) -> Steps:
         """Restores the old weights.  The answer has their version and digests."""
-        ...
-
-
-@runtime_checkable
-class Resuming(Protocol):
-    """An adapter of an engine that can take buckets again, within a session, after their group has failed."""
-
-    def resume(self, message: Resume) -> Steps:
-        """Takes the session back to an earlier bucket.  The engine then joins another group."""
         ...
 
 

@@ -105,8 +105,6 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         peak_extra_bytes: Most extra memory that any trainer rank held at once, in bytes, measured.
         planned_extra_bytes: The same as ``connect`` has planned it; the limit ``max_extra_bytes`` holds for this.
         bucket_bytes: Size of a bucket in bytes, as the caller gave it or as ``connect`` chose it.
-        resent_bytes: Bytes of buckets that were sent again to cells which had failed and were rebuilt, counted for each
-            cell.
         digest: Model digest of the sent weights; None if ``verify="none"``.
         targets: One row for each target.
         unsummed: Names of tensors that were summed in the sender's bucket, because the exporter's ranks do not sum
@@ -128,7 +126,6 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     unsummed: tuple[str, ...] = ()
     changed_ratio: float | None = None
     planned_extra_bytes: int = 0
-    resent_bytes: int = 0
     bucket_bytes: int = 0
     cast: dict[str, int] = {}
 
@@ -228,8 +225,6 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         extra = format_bytes(self.peak_extra_bytes)
         if self.planned_extra_bytes:
             extra += f" (planned {format_bytes(self.planned_extra_bytes)})"
-        if self.resent_bytes:
-            extra += f", {format_bytes(self.resent_bytes)} sent again"
         rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         ranks = count_of(sum(row.ranks for row in self.targets), "rank")
         return [

@@ -1,4 +1,4 @@
-"""Cells: an engine that fails in the middle of an update takes nobody with it, and little is sent again."""
+"""Cells: an engine that fails in the middle of an update takes nobody with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,7 +18,6 @@ from typer.testing import CliRunner, Result
 from tests.helpers.harness import (
     SMALL_BUCKETS,
     Engine,
-    ToyTrainer,
     connect,
     next_version,
     on_every_rank,
@@ -31,17 +29,11 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.toy_engine import toy_weights
 from weightcast import UpdateFailed
 from weightcast.cli.app import app
-from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
-from weightcast.exporters import gather
-from weightcast.exporters.module import ModuleExporter
 from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
-from weightcast.update import choose, sessions
-from weightcast.wire.bucket import Bucket
-from weightcast.wire.engine_info import EngineStatus
-from weightcast.wire.layout import BucketLayout
+from weightcast.update import choose, head
 
 pytestmark = pytest.mark.deadlines
 
@@ -52,15 +44,6 @@ def hit(engine: Engine, what: str) -> None:
         os.kill(engine.info().ranks[1].pid, number)
     else:
         engine.signal(number)
-
-
-def buckets_of(engine: Engine) -> int:
-    """Number of buckets that the engine has loaded in its last update, those that came twice counted twice."""
-    status, body = engine.ask("GET", "/weightcast/status")
-    assert status == 200, body
-    update = msgspec.json.decode(body, type=EngineStatus).update
-    assert update is not None
-    return update.buckets
 
 
 def once_half_way(do: Callable[[], object]) -> Callable[[int, int], None]:
@@ -96,19 +79,6 @@ def check_others(
         assert serves_whole(engine) == version
 
 
-def test_an_engine_that_dies_leaves_other_cells_undisturbed(engines, fresh):
-    doomed, others = fresh("--local"), [engines.one, engines.two]
-    version = next_version()
-
-    report = update([doomed, *others], version, advanced={"cell_ranks": 1}, progress=once_half_way(doomed.close))
-
-    check_others(report, doomed, others, version)
-    assert report.resent_bytes == 0
-    assert report.buckets > 10
-    assert [buckets_of(engine) for engine in others] == [report.buckets] * 2
-    assert all(row.notes == () for row in report.targets[1:])
-
-
 @pytest.mark.parametrize(
     ("other", "what"),
     [
@@ -117,7 +87,7 @@ def test_an_engine_that_dies_leaves_other_cells_undisturbed(engines, fresh):
         *((other, "killed") for other in ("two", "host", "bare")),
     ],
 )
-def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fresh, other, what):
+def test_the_cell_of_a_lost_engine_is_built_anew_and_the_others_get_the_update(engines, fresh, other, what):
     doomed, rest, apart = fresh("--tp", "2"), getattr(engines, other), fresh("--local")
     assert serves_whole(doomed) == serves_whole(apart) == 0
     cell_ranks = 2 + rest.info().tp_size
@@ -133,34 +103,7 @@ def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fr
     check_others(
         report, doomed, [rest, apart], version, dead_is="untouched" if what == "rank 1 stopped" else "quarantined"
     )
-    again = buckets_of(rest) + (report.resent_bytes > 0) - report.buckets
-    assert 0 <= again <= 2
-    assert report.resent_bytes <= 2 * SMALL_BUCKETS
-    assert buckets_of(apart) == report.buckets
-    assert [len(row.notes) for row in report.targets[1:]] == [1, 0]
-    assert "bucket" in report.targets[1].notes[0]
-
-
-@pytest.mark.parametrize(("other", "die_at"), [("one", 4), ("one", 12), ("one", 19), ("two", 19), ("host", 19)])
-def test_what_is_received_where_it_belongs_comes_again_into_other_memory(engines, fresh, monkeypatch, other, die_at):
-    """Tensors travel in runs of their own, from where the trainer has them to where an engine keeps them."""
-    monkeypatch.setattr(gather, "MIN_LENT_BYTES", 1)
-    start, begun = UpdateGroup.start_broadcast, list[int]()
-    doomed, rest = fresh("--local"), getattr(engines, other)
-    assert serves_whole(doomed) == 0
-
-    def dying(self: UpdateGroup, data: torch.Tensor, **options: Any) -> Any:
-        begun.append(data.numel())
-        if len(begun) == die_at:
-            doomed.close()
-        return start(self, data, **options)
-
-    monkeypatch.setattr(UpdateGroup, "start_broadcast", dying)
-    version = next_version()
-    report = update([doomed, rest], version)
-    assert len(begun) > die_at
-    check_others(report, doomed, [rest], version)
-    assert report.resent_bytes <= 2 * SMALL_BUCKETS
+    assert all(row.notes == () for row in report.targets[1:])
 
 
 def test_an_engine_that_does_not_come_to_the_meeting_is_left_out_of_its_cell(engines, fresh):
@@ -181,59 +124,6 @@ def test_an_engine_that_does_not_come_to_the_meeting_is_left_out_of_its_cell(eng
         Channel.connect = join
         doomed.signal(signal.SIGCONT)
     check_others(report, doomed, [engines.one, apart], version, dead_is="untouched")
-    assert report.resent_bytes == 0
-
-
-def test_an_engine_that_dies_with_the_last_bucket_costs_no_bucket_again(engines, fresh):
-    doomed = fresh("--local")
-    version = next_version()
-
-    def at_the_end(sent: int, total: int) -> None:
-        if sent == total:
-            doomed.close()
-
-    report = update([doomed, engines.one], version, progress=at_the_end)
-    check_others(report, doomed, [engines.one], version)
-    assert report.resent_bytes <= 2 * SMALL_BUCKETS
-    # The group is made anew for the next update.
-    version = next_version()
-    assert update([engines.one], version).ok
-    assert serves_whole(engines.one) == version
-
-
-@pytest.fixture
-def two_answers_late(monkeypatch) -> None:
-    """A cell goes back as if the answers to the last two buckets had not come yet."""
-    take_back = Channel.take_back
-
-    def take_further_back(self: Channel) -> int:
-        for link in self.links:
-            link.sent -= 2
-        return take_back(self)
-
-    monkeypatch.setattr(Channel, "take_back", take_further_back)
-
-
-@pytest.mark.usefixtures("two_answers_late")
-def test_a_wrong_bit_in_a_bucket_that_came_again_is_found(engines, fresh, monkeypatch):
-    doomed, before = fresh("--local"), serves_whole(engines.one)
-    start, begun, flipped = Channel.send, list[int](), list[int]()
-
-    def send(self: Channel, bucket: Bucket, filled: object, shared: object = ()) -> None:
-        if bucket.layout.index in begun and not flipped:  # it comes again
-            flipped.append(bucket.layout.index)
-            bucket.data[bucket.layout.slots[0].offset_bytes] ^= 1
-        begun.append(bucket.layout.index)
-        start(self, bucket, filled, shared)
-
-    monkeypatch.setattr(Channel, "send", send)
-    version = next_version()
-    with pytest.raises(UpdateFailed, match="received something else") as caught:
-        update([doomed, engines.one], version, progress=once_half_way(doomed.close))
-    assert flipped
-    assert serves_whole(engines.one) == before
-    rows = {row.url: row for row in caught.value.report.targets}
-    assert rows[engines.one.url].status == "untouched"
 
 
 @pytest.mark.parametrize("cell_ranks", [2, 64])
@@ -256,8 +146,6 @@ def test_several_engines_die_in_one_update(engines, fresh, at_once, cell_ranks):
     assert not left
     for engine in doomed:
         check_others(report, engine, others, version)
-    assert report.resent_bytes <= 2 * 2 * SMALL_BUCKETS
-    assert all(buckets_of(engine) <= report.buckets + 4 for engine in others)
 
 
 def test_with_on_failure_raise_no_cell_switches(engines, fresh):
@@ -274,7 +162,7 @@ def test_with_on_failure_raise_no_cell_switches(engines, fresh):
     assert serves_whole(engines.one) == before
 
 
-def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
+def test_an_engine_that_comes_back_is_in_its_cell_again(engines, fresh):
     doomed = fresh("--local")
     model = trainer_of(version := next_version())
     options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0, "advanced": {"cell_ranks": 1}}
@@ -291,12 +179,11 @@ def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
         model.set_version(version := next_version())
         report = updater.update(version=version)
         assert report.ok
-        assert report.resent_bytes == 0
         assert serves_whole(back) == version
 
 
 def test_a_group_that_fails_with_nobody_to_blame_is_divided_for_the_next_update(engines, monkeypatch, caplog):
-    for place in (choose, sessions):
+    for place in (choose, head):
         monkeypatch.setattr(place, "FEW_RANKS", 1)
     start, cut = UpdateGroup.start_broadcast, list[str]()
 
@@ -360,35 +247,6 @@ def test_the_command_push_refuses_cells_without_ranks(engines, tmp_path):
     assert serves_whole(engines.one) == before
 
 
-class InOrder:
-    """An exporter that fills buckets from the first one on, as one does that reads its model as a stream."""
-
-    def __init__(self, model: ToyTrainer) -> None:
-        self.inner = ModuleExporter(model)
-        self.device = self.inner.device
-        self.specs, self.shards, self.prepare = self.inner.specs, self.inner.shards, self.inner.prepare
-        self.filled: list[int] = []
-
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
-        assert layout.index in (0, self.filled[-1] + 1 if self.filled else 0)
-        self.filled.append(layout.index)
-        self.inner.fill(bucket, layout, group)
-
-
-@pytest.mark.usefixtures("two_answers_late")
-def test_a_stream_starts_anew_and_only_missing_buckets_are_sent(engines, fresh):
-    doomed = fresh("--local")
-    version = next_version()
-    exporter = InOrder(trainer_of(version))
-    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0}
-    with connect(exporter, [doomed, engines.one], progress=once_half_way(doomed.close), **options) as updater:
-        report = updater.update(version=version)
-    check_others(report, doomed, [engines.one], version)
-    assert exporter.filled.count(0) == 2
-    assert 0 < report.resent_bytes <= 4 * SMALL_BUCKETS
-    assert report.buckets + 2 <= buckets_of(engines.one) <= report.buckets + 4
-
-
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
     """A trainer of two ranks."""
@@ -434,7 +292,7 @@ OFTEN = {("messages", 4, "killed"), ("broadcast", 64, "killed"), ("relay", 4, "k
         for case in ((4, "killed"), (4, "stopped"), (64, "killed"))
     ],
 )
-def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ranks, way, cell_ranks, struck):
+def test_all_trainer_ranks_send_again_to_those_that_are_left(fresh, two_ranks, way, cell_ranks, struck):
     lost, kept, apart = fresh("--tp", "2"), fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]
     victim = lost.info().ranks[1].pid
@@ -453,10 +311,6 @@ def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ra
         for row in rows:
             assert (row.status, row.version_after, row.proof, row.message) == ("serving", version, "resident", "")
     assert "rank 1" in first.targets[0].message or struck == "stopped"
-    assert first.resent_bytes <= 2 * 2 * SMALL_BUCKETS
-    assert [len(row.notes) for row in first.targets[1:]] == [1, 0 if cell_ranks == 4 else 1]
-    assert second.resent_bytes == 0
-    assert buckets_of(apart) == buckets_of(kept) == second.buckets
     assert serves_whole(kept) == serves_whole(apart) == versions[1]
 
 
@@ -468,5 +322,5 @@ def test_cells_of_messages_are_exchanged_side_by_side(fresh, two_ranks):
     for text in told[0]:
         report = UpdateReport.from_json(text)
         assert report.ok
-        assert (report.resent_bytes, [row.notes for row in report.targets]) == (0, [()] * 3)
+        assert [row.notes for row in report.targets] == [()] * 3
     assert [serves_whole(engine) for engine in engines] == [versions[1]] * 3

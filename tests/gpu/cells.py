@@ -225,7 +225,6 @@ def check_three_updates(
         assert answers[0]["ok"], answers[0]
         assert answers[0]["cells"] == [[engines[number].url for number in cell] for cell in cells]
         assert report["buckets"] > 10
-        assert report["resent_bytes"] == 0
         for row in report["targets"]:
             assert (row["status"], row["version_after"], row["proof"]) == ("serving", version, "resident"), row
             assert row["notes"] == [], row
@@ -235,7 +234,7 @@ def check_three_updates(
     return answers
 
 
-def check_killed(fleet: Fleet, options: dict[str, Any], *, resent_bytes: int) -> dict[str, Any]:
+def check_killed(fleet: Fleet, options: dict[str, Any]) -> dict[str, Any]:
     """An engine is killed half way: the rest of its cell and the other cell commit in this update, and in the next.
 
     Returns the answer of rank 0 to the first.
@@ -254,8 +253,6 @@ def check_killed(fleet: Fleet, options: dict[str, Any], *, resent_bytes: int) ->
         first = fleet.trainer.update(engines, version, options, strike)[0]
         assert first["cells"] == [[doomed.url, one.url], [two.url, three.url]]
         check_rows(first, engines, lost=[doomed], version=version)
-        assert [len(row["notes"]) for row in first["report"]["targets"][1:]] == [1, 0, 0], first
-        assert first["report"]["resent_bytes"] <= resent_bytes
         assert first["seconds_after_strike"] < HEARD_S, first
         for engine in others:
             engine.serves(version)

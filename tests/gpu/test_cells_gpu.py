@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.gpu.cells import (
-    BUCKET_BYTES,
     Fleet,
     Layout,
     check_killed,
@@ -73,8 +72,8 @@ def test_engines_that_stop_in_two_cells_at_once_hold_up_nobody_for_ever(fleet: F
 
 
 def test_the_rest_of_the_cell_of_a_killed_engine_commits_in_the_same_update(fleet: Fleet, record: Record) -> None:
-    record("answer", check_killed(fleet, {"transport": "broadcast"}, resent_bytes=2 * BUCKET_BYTES))
+    record("answer", check_killed(fleet, {"transport": "broadcast"}))
 
 
 def test_an_engine_that_is_killed_in_messages_is_named_and_the_others_commit(fleet: Fleet, record: Record) -> None:
-    record("answer", check_killed(fleet, MESSAGES, resent_bytes=2 * 2 * BUCKET_BYTES))
+    record("answer", check_killed(fleet, MESSAGES))

@@ -174,5 +174,4 @@ def test_stock_engines_of_two_kinds_are_updated_by_nccl_in_cells_of_their_own(
         answer = train(["cuda:0"], urls, model=b, versions="1,2,3", between="moved", **options)
         assert answer["ok"], answer
         assert answer["cells"] == [[url] for url in urls]
-        assert [report["resent_bytes"] for report in answer["reports"]] == [0, 0, 0]
         assert [digests(url) for url in urls] == [sent(b)] * 2

@@ -36,7 +36,6 @@ from weightcast.wire.messages import (
     Prepare,
     Readback,
     ReadChunk,
-    Resume,
     Revert,
     TellBoxes,
 )
@@ -118,7 +117,6 @@ EXAMPLES = {
         session=SESSION, layout=LAYOUT, source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(SHM, CUDA)),))
     ),
     "join for some ranks": msgspec.structs.replace(JOIN, members=(1, 3)),
-    "resume": Resume(session=SESSION, buckets=3),
     "close": Close(session=SESSION, buckets=0, by_name=True),
     "commit": Commit(session=SESSION, digest="f" * 16),
     "revert": Revert(session=SESSION, reason="another engine failed"),

@@ -36,7 +36,6 @@ class EngineModel:
         session: Whose update is open; empty without one.
         wanted: The version of that update.
         sent: Buckets that have arrived.
-        taken_back: It was sent back to an earlier bucket, and has something of a later one.
         closed: It has said that everything is there.
         failed: The session cannot be committed any more.
         flipped: Some ranks have switched already (a rank died in the middle of a commit).
@@ -54,7 +53,6 @@ class EngineModel:
     session: str = ""
     wanted: int = 0
     sent: int = 0
-    taken_back: bool = False
     closed: bool = False
     failed: bool = False
     flipped: bool = False
@@ -79,7 +77,6 @@ class EngineModel:
             session=session,
             wanted=version,
             sent=0,
-            taken_back=False,
             closed=False,
             failed=False,
             flipped=False,
@@ -96,14 +93,6 @@ class EngineModel:
         if not self.staged and self.sent + 1 == self.buckets:
             touched = frozenset({self.wanted})
         return replace(self, live=touched, sent=self.sent + 1), True
-
-    def resume(self, session: str, buckets: int, *, crash: Crash = "") -> tuple[EngineModel, bool]:
-        """Go back to an earlier bucket; no group fails here, so the session has not."""
-        if not session or session != self.session or self.failed or buckets > self.sent:
-            return self, False
-        if crash:
-            return self._rank_died(), False
-        return replace(self, sent=buckets, closed=False, taken_back=self.taken_back or buckets < self.sent), True
 
     def close(self, session: str, count: int, *, crash: Crash = "") -> tuple[EngineModel, bool]:
         if session != self.session or self.failed or count != self.sent:
@@ -179,7 +168,7 @@ class EngineModel:
             # What a commit had switched is switched back; without one, live is what it was.
             after = replace(after, live=self.live - {self.wanted} or self.live if self.flipped else self.live)
             return after if self.quarantined else replace(after, paused=False)
-        if self.sent or self.taken_back or len(self.live) > 1:
+        if self.sent or len(self.live) > 1:
             return replace(after, quarantined=True, paused=True)
         return after if self.quarantined else replace(after, paused=False)
 

@@ -261,10 +261,6 @@ class SentDigests:
         if self._casts:
             self._cast += self._casts.of(bucket, self._scratch)
 
-    def add_again(self, bucket: Bucket) -> None:
-        """Notes where a bucket lies that was filled again.  Its digest is that of the first time."""
-        self._lying[bucket.data.data_ptr()] = bucket
-
     def finish(
         self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> Sent:

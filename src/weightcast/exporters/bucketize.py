@@ -24,8 +24,6 @@ def bucketize(
     sources: SourceSums | None = None,
     *,
     scattered: bool = False,
-    first: int = 0,
-    unsummed: int = 0,
 ) -> Iterator[Bucket | None]:
     """Fills one bucket after another, using the given buffers in turn.  Collective: every rank takes as many steps.
 
@@ -34,8 +32,6 @@ def bucketize(
     Args:
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
         sources: Takes the sums of this rank's shards, if the exporter is ``Summing``; None for no sums.
-        first: Number of the bucket to begin with.
-        unsummed: Number of the first buckets that ``sources`` has the sums of already.
         scattered: True leaves shards where they are: each rank's bucket gets that rank's own parts.
 
     Yields:
@@ -50,17 +46,16 @@ def bucketize(
         sizes = [slot.numel() for slot in slots]
         raise ConfigError(f"buffers of {sizes} bytes for buckets of {needed_bytes} bytes")
     sums_on_the_way = sources is not None and isinstance(exporter, Summing)
-    for number, layout in enumerate(layouts[first:], first):
-        taker = sources if number >= unsummed else None
-        if taker is not None:
-            taker.finite = None
+    for number, layout in enumerate(layouts):
+        if sources is not None:
+            sources.finite = None
         bucket = Bucket(layout, slots[number % len(slots)]) if slots is not None else None
         if scattered:
             assert bucket is not None
-            sums = cast(Scattering, exporter).fill_own(bucket, layout, group, taker)
-        elif taker is not None and sums_on_the_way:
-            sums = cast(Summing, exporter).fill(bucket, layout, group, taker)
+            sums = cast(Scattering, exporter).fill_own(bucket, layout, group, sources)
+        elif sources is not None and sums_on_the_way:
+            sums = cast(Summing, exporter).fill(bucket, layout, group, sources)
         else:
             sums = exporter.fill(bucket, layout, group)
-        finite = taker is not None and taker.finite is layout
+        finite = sources is not None and sources.finite is layout
         yield replace(bucket, sums=sums, finite=finite) if bucket is not None else None

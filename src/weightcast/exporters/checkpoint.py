@@ -77,8 +77,6 @@ class CheckpointExporter:
         ConfigError: There is no whole and valid checkpoint at this path; the message says what is wrong.
     """
 
-    refills = True
-
     def __init__(
         self,
         path: str | Path,

@@ -43,7 +43,6 @@ from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 class GatheringExporter:
     """An exporter whose tensors a ``Gatherer`` gathers from the ranks' parts of a module; subclasses make the parts."""
 
-    refills = True
     _tensors: PlacedTensors
     _specs: tuple[TensorSpec, ...]
     _gatherer: Gatherer

@@ -13,7 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import BucketUse, Casting, Exporter, Planning, Refilling, Replanning, Summing
+from weightcast.protocols import BucketUse, Casting, Exporter, Planning, Replanning, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
@@ -85,10 +85,6 @@ class ComposedExporter:
     @property
     def device(self) -> torch.device:
         return next(iter(self.parts.values())).exporter.device
-
-    @property
-    def refills(self) -> bool:
-        return all(isinstance(part.exporter, Refilling) and part.exporter.refills for part in self.parts.values())
 
     @property
     def casts(self) -> bool:

@@ -29,11 +29,6 @@ class Arrivals:
         self._parts.clear()
         self._followed, self._whole = [], []
 
-    def begin_again(self) -> None:
-        """Starts to count again, and keeps the rows of tensors that were not yet put together."""
-        self._rows.clear()
-        self._followed, self._whole = [], []
-
     def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:
         """Looks, between updates, whether these rows of each bucket are all of these tensors, as ``missing`` would."""
         self.begin()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.errors import ConfigError, EngineFailure, Refused, some
+from weightcast.errors import ConfigError, EngineFailure, some
 from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier
 from weightcast.receiver.bucket_plan import BucketPlan, plan_bucket
@@ -115,7 +115,6 @@ class Loader:
         self._sums = ResidentSums(routes, self.expected, recording.constants)
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
-        self._loaded: list[BucketPlan] = []  # of this update, in order
         self._copier = BucketCopier()
         self.plan = LoadPlan()
         self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
@@ -215,7 +214,6 @@ class Loader:
         self.staging.look(forms=True)
         self._arrivals.begin()
         self._held.clear()
-        self._loaded.clear()
         self._fetched = None
         self.touched = False
         self.scattered.begin()
@@ -254,31 +252,6 @@ class Loader:
         """Works out the launches for a bucket that will come in this memory."""
         self._copier.place(bucket, self._plan(bucket.layout), self.staging)
 
-    def rewind(self, buckets: int) -> None:
-        """Forgets all buckets of this update but the first ones, because the others come again.
-
-        Raises:
-            Refused: So many buckets have not arrived, or the first rows of a tensor that was handed to the model's own
-                loader would not come again.  It can always go back to the first bucket.
-        """
-        if buckets > len(self._loaded):
-            raise Refused(f"{len(self._loaded)} buckets have arrived, which is fewer than {buckets}")
-        kept, dropped = self._loaded[:buckets], self._loaded[buckets:]
-        names = {slot.spec.name for plan in dropped for slot, _ in plan.table}
-        cut = names & self.computed & {slot.spec.name for plan in kept[-1:] for slot, _ in plan.table}
-        if cut:
-            raise Refused(
-                f"the first rows of {some(sorted(cut))}, which the model's own loader takes, would not come again",
-                hint="go back to the first bucket",
-            )
-        self.staging.begin()
-        self._arrivals.begin_again()
-        for plan in kept:
-            self._count_rows(plan)
-        self._loaded = kept
-        self._held = [(name, whole) for name, whole in self._held if name not in names]
-        self.scattered.rewind({(slot.spec.name, slot.first_row) for plan in dropped for slot, _ in plan.table})
-
     def load(self, bucket: Bucket, *, summed: bool = True) -> torch.Tensor | None:
         """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
@@ -305,7 +278,6 @@ class Loader:
             for number, (slot, _) in enumerate(rows.table):
                 if slot.spec.name in self.computed:
                     self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
-        self._loaded.append(rows)
         self.touched = self.touched or (not self.staging.staged and any(plan.buffers))
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
@@ -340,7 +312,6 @@ class Loader:
             for slot, _ in plan.table:
                 if slot.spec.name in self.computed:
                     self._hand_over(slot, bucket.view(slot))
-        self._loaded.append(plan)
 
     def _count_rows(self, plan: BucketPlan) -> bool:
         """Counts a bucket's rows; False if its slots were counted one by one, as those of computed sources are."""

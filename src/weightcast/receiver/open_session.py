@@ -22,7 +22,6 @@ from weightcast.wire.messages import (
     Message,
     Open,
     ReadChunk,
-    Resume,
     Revert,
 )
 
@@ -93,7 +92,7 @@ def check_message(message: Message, current: OpenSession | None, committed: str)
         if isinstance(message, Leave) and message.group in current.groups:
             raise Refused(f"{owner(current.open)} uses the group {message.group}", hint="end its update first")
     # A Join that names no session makes a group outside an update.
-    named = message.session if isinstance(message, Join | Announce | Resume | Close | Commit | Revert | Fetch) else ""
+    named = message.session if isinstance(message, Join | Announce | Close | Commit | Revert | Fetch) else ""
     if committed and isinstance(message, Commit | Revert) and message.session == committed:
         return  # a committed session may still be asked about, and reverted
     if named and (current is None or current.open.session != named):

@@ -54,7 +54,6 @@ from weightcast.wire.messages import (
     Prepare,
     Readback,
     ReadChunk,
-    Resume,
     Revert,
     TellBoxes,
 )
@@ -239,8 +238,6 @@ class WeightReceiver:
                 return self._ack()
             case Announce():
                 return self._take(message)
-            case Resume():
-                return self._resume_from(message)
             case Close():
                 return self._count(message)
             case Commit():
@@ -408,20 +405,8 @@ class WeightReceiver:
             group,
             timeout_s=session.timeout_s,
             next_bytes=following[0] if following else 0,
-            patience_s=session.lease_s,  # the trainer may rebuild the group of other engines first
+            patience_s=session.lease_s,  # the trainer may gather for longer than a wait may take
         )
-
-    def _resume_from(self, message: Resume) -> RankAck:
-        """Forgets the buckets after ``message.buckets``, and the memory to which their broadcasts may still write."""
-        self._session(message.session)
-        if self._interrupted.is_set():
-            raise Refused("interrupted")
-        wait_for_streams(self.device)  # the copies of buckets read the memory that is freed here
-        self.loader.rewind(message.buckets)
-        self._received.rewind(message.buckets)
-        self._broadcast.expect_nothing()
-        self._trim()
-        return self._ack()
 
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)

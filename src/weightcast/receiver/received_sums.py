@@ -29,11 +29,6 @@ class ReceivedSums:
         self._received.clear()
         self._copies.clear()
 
-    def rewind(self, buckets: int) -> None:
-        """Drops the sums of all buckets but the first ones, so that the same buckets can come again."""
-        for taken in (self._received, self._copies):
-            taken[:] = [(layout, sums) for layout, sums in taken if layout.index < buckets]
-
     def add(self, bucket: Bucket) -> None:
         """Sums a bucket for the proof."""
         self._received.append((bucket.layout, _to_host(self._sums.of(bucket))))

@@ -89,16 +89,6 @@ class ScatteredCopier:
         self._sums, self._all_summed = None, True
         self.wholes.clear()
 
-    def rewind(self, dropped: Collection[tuple[str, int]]) -> None:
-        """Forgets what was summed on the way; ``dropped`` has the name and first row of each slot that comes again.
-
-        What is written then has to be summed where it lies.
-        """
-        self._sums, self._all_summed = None, False
-        self.wholes[:] = [
-            (part, total) for part, total in self.wholes if (part.spec.name, (*part.box_offset, 0)[0]) not in dropped
-        ]
-
     @property
     def sums(self) -> torch.Tensor | None:
         """Digest sum of what was copied for each route in this update, int64, if all of it was summed on the way."""

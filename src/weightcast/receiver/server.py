@@ -139,7 +139,7 @@ def weight_routes(engine: Answers, score: Score | None = None, *, guard: Guard |
 
     @router.post(
         "/apply",
-        summary="One message of an update: Prepare, Join, Announce, Resume, Fetch, Close, Commit, Revert, Abort, Leave",
+        summary="One message of an update: Prepare, Join, Announce, Fetch, Close, Commit, Revert, Abort, Leave",
         response_class=Response,
         responses={200: _ACK, **_REFUSALS},
         openapi_extra={"requestBody": {"required": True, **_MESSAGES}},

@@ -63,7 +63,6 @@ from weightcast.wire.messages import (
     Prepare,
     Readback,
     ReadChunk,
-    Resume,
     Revert,
     TellBoxes,
 )
@@ -263,8 +262,6 @@ class SessionHandler:
                 return self._fan_out(message, timeout_s=30.0)
             case Announce():
                 return self._take(message)
-            case Resume():
-                return self._resume_from(message)
             case Close():
                 return self._close(message)
             case Commit():
@@ -378,32 +375,6 @@ class SessionHandler:
             peak_extra_bytes=max(ack.peak_extra_bytes, closed.peak_extra_bytes),
             steps=(*ack.steps, *closed.steps),
         )
-
-    def _resume_from(self, message: Resume) -> Ack:
-        """Forgets the buckets after ``message.buckets``, which come again by another group."""
-        self._check(message)
-        session = self._session
-        assert session is not None
-        if session.ending:
-            raise Refused(f"this session is being ended: {session.ending}")
-        if session.failed and session.cause != "group":
-            raise Refused(f"this session has failed, and not because of its group: {session.failed}")
-        if session.fetched is not None:
-            raise Refused(f"this session copies from {session.fetched.peer.url}, so no bucket may come")
-        if message.buckets > session.buckets:
-            raise Refused(f"bucket {message.buckets} cannot come next: only {session.buckets} buckets have arrived")
-        session.deadline = time.monotonic() + session.open.lease_s
-        acks = self.executor.apply(message, timeout_s=session.open.timeout_s)
-        ranks, error = failures(acks)
-        if ranks:
-            # Some ranks may have gone back.  If the others have changed nothing, all can go back further.
-            session.failed = error
-            session.cause = "group" if all(ack.ok or ack.refused for ack in acks) else cause_of(acks)
-            raise _RanksFailed(error, "engine")
-        session.failed, session.buckets, session.closed = "", message.buckets, False
-        session.groups.clear()
-        session.received, session.written = {}, None
-        return self._engine.ack(**costs(acks))
 
     def _fetch(self, message: Fetch) -> Ack:
         session = self._current(message)

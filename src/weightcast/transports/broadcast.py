@@ -4,7 +4,7 @@ The receiver is ``receiver/sources/broadcast.py``.
 
 Engines with the same kind of rendezvous are divided into cells (``cells.py``), each of which is one group with the head
 (``channel.py``).  The head broadcasts to all cells at the same time.  Other trainer ranks only gather and are in no
-group.  A cell that fails may be rebuilt and gets the missing buckets again, while the others keep what they have.
+group.  A cell that fails has its ``failure``.
 
 Ranks of one engine may be on several hosts.  Those on hosts with trainer ranks can read the buckets there, as with
 ``ipc``; then only the others are members of the group (``BY_RANK``).
@@ -50,14 +50,12 @@ class BroadcastTransport(Pumped):
         relays: bool = False,
         in_flight: int | None = None,
         cell_ranks: int | None = None,
-        mends: bool = False,
     ) -> None:
         """Creates no group yet; the other arguments, and errors, are those of ``Channel``.
 
         Args:
             in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
             cell_ranks: Most engine ranks in one group; None for one group over all of them.
-            mends: True if a cell that fails is kept for ``rebuild``, if it can be rebuilt.
         """
         in_flight = in_flight or in_flight_to(links)
         super().__init__(ThreadPump(self._send_one, in_flight=in_flight))
@@ -84,11 +82,9 @@ class BroadcastTransport(Pumped):
                 cell_ranks or MAX_GROUP,
             )
         ]
-        self._mends = mends
         self._pool = ThreadPoolExecutor(
             max_workers=in_flight * len(self.cells), thread_name_prefix="weightcast-channel"
         )
-        self._taking: dict[int, Sequence[Channel]] = {}  # by bucket, until it is sent
 
     @classmethod
     def of(cls, wiring: Wiring, **more: Any) -> Self:
@@ -101,29 +97,8 @@ class BroadcastTransport(Pumped):
             bucket_bytes=wiring.bucket_bytes,
             timeout_s=config.timeout_s,
             cell_ranks=wiring.cell_ranks,
-            mends=config.on_failure == "quarantine",
             **more,
         )
-
-    def drop(self, cell: Channel) -> None:
-        """As ``Mending.drop``."""
-        cell.close()
-        self.cells.remove(cell)
-
-    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
-        """As ``Mending.rebuild``."""
-        found: list[tuple[Channel, int]] = []
-
-        def rebuild(cell: Channel) -> None:
-            first = cell.take_back()
-            self._renew_group(cell)
-            found.append((cell, first))
-
-        self._each(rebuild, cells)
-        return found
-
-    def _renew_group(self, cell: Channel) -> None:
-        cell.connect()
 
     def connect(self) -> None:
         """Makes the groups that do not exist; raises as ``Channel.connect``, for all targets."""
@@ -133,15 +108,13 @@ class BroadcastTransport(Pumped):
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
-        index = bucket.layout.index
-        self._taking[index] = [channel for channel in self.cells if channel.takes(index)]
         self._note_filled(bucket)
         super().send(bucket, shared)
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
         super().drain()
-        self._each(Channel.drain, [channel for channel in self.cells if channel.failure is None])
+        self._each(Channel.drain, self.cells)
 
     def settle(self) -> None:
         """As ``Transport.settle``."""
@@ -161,15 +134,11 @@ class BroadcastTransport(Pumped):
         self._pool.shutdown(wait=True)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        index = bucket.layout.index
-        filled = self._filled.pop(index, None)
-        self._each(lambda channel: channel.send(bucket, filled, shared), self._taking.pop(index))
+        filled = self._filled.pop(bucket.layout.index, None)
+        self._each(lambda channel: channel.send(bucket, filled, shared), self.cells)
 
     def _each(self, do: Callable[[Channel], None], channels: Sequence[Channel]) -> None:
-        """Calls ``do`` for these channels at once, and waits for all.
-
-        A cell that can be rebuilt keeps its failure.  The error of the others names every engine that failed.
-        """
+        """Calls ``do`` for these channels at once, and waits for all; the error names every engine that failed."""
         if len(channels) == 1:
             self._do(do, channels[0])
             return
@@ -180,9 +149,8 @@ class BroadcastTransport(Pumped):
         try:
             do(channel)
         except WeightcastError as error:
-            if not self._mends or not channel.can_resume:
-                raise
             channel.fail(error)
+            raise
 
 
 def _check(placement: Placement) -> None:

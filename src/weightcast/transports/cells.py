@@ -20,23 +20,12 @@ FEW_RANKS = 64  # where they are not
 
 
 @runtime_checkable
-class Mending(Protocol):
-    """A transport in cells: a failure of one is kept there, and ``send`` and ``drain`` raise nothing for it."""
+class InCells(Protocol):
+    """A transport in cells.  A cell that fails has its ``failure``, which is raised too."""
 
     @property
     def cells(self) -> Sequence[Channel]:
         """All cells."""
-        ...
-
-    def drop(self, cell: Channel) -> None:
-        """Gives up a cell that has no targets left."""
-        ...
-
-    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
-        """Makes the groups of failed cells anew; those that fail again keep why.
-
-        Returns each cell that has a group now, with the index of the first bucket that it gets again.
-        """
         ...
 
 

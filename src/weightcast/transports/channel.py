@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
 from operator import itemgetter
@@ -30,7 +30,7 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
-from weightcast.transports.blame import find_culprit, raise_together, together, try_each
+from weightcast.transports.blame import find_culprit, together
 from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import Join
@@ -41,7 +41,6 @@ _Unanswered = tuple[int, list[Future[None]]]  # a bucket's index and the targets
 
 _COME_S = 1.0  # for engines on their way to the rendezvous to reach it
 _TURN_POLL_S = 0.05  # the abort of a group does not wake threads that wait for a turn
-_REBUILDS = 2  # engines in other cells wait meanwhile, a deadline for each: their leases last for four
 _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 
 
@@ -49,7 +48,7 @@ _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 class Channel:
     """The group of some targets that share one way of rendezvous.
 
-    ``failure`` is the reason why this cell gets nothing more until ``rebuild``; None if it is well.
+    ``failure`` is the reason why this cell has failed in this attempt; None if it is well.
 
     Thread rule: one thread at a time calls ``connect`` or ``close``, as many as buckets may be in flight ``send``;
     ``abort`` may come from any other.
@@ -90,71 +89,20 @@ class Channel:
         self._trainers = trainers
         self._relays = relays
         self._invited: Invited | None = None
-        self._due = 0  # index of the bucket that is sent next
-        self._begun = 0  # number of buckets whose broadcast was begun
-        self._rebuilds = 0  # without progress between them
-        self._went_back_to = -1
         self.failure: WeightcastError | None = None
-        self.resent_bytes = 0
-
-    @property
-    def can_resume(self) -> bool:
-        """True if all its targets can take buckets again, so that it can be rebuilt within an update."""
-        return all(link.can_resume for link in self.links)
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if it was rebuilt, and again, and no bucket has arrived at all its targets since."""
-        return self._rebuilds >= _REBUILDS and min(link.sent for link in self.links) <= self._went_back_to
 
     def begin(self) -> None:
-        """Starts an update, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
+        """Starts an attempt, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
         self.settle()
-        self._turn = self._due = self._begun = self._rebuilds = 0
-        self._went_back_to = -1
+        self._turn = 0
         self.failure = self._invited = None
 
-    def takes(self, index: int) -> bool:
-        """True if the bucket must be sent to this cell next, which is then counted as sent."""
-        if self.failure is not None or index < self._due:
-            return False
-        self._due = index + 1
-        return True
-
     def fail(self, error: WeightcastError) -> None:
-        """Keeps an error as the reason why this cell has failed, beside those that came before."""
+        """Keeps an error as the reason why this cell has failed in this attempt, beside those that came before."""
         with self._turns:  # two buckets may fail at once
             found = together((self.failure, error))
             assert isinstance(found, WeightcastError)
             self.failure = found
-
-    def leave_out(self, urls: Collection[str]) -> None:
-        """Drops targets of a cell that has failed."""
-        self.links = [link for link in self.links if link.url not in urls]
-
-    def take_back(self) -> int:
-        """Makes the targets of a failed cell forget what not all of them have taken; returns the next bucket's index.
-
-        ``connect`` must follow.  A WeightcastError names targets that cannot be asked, or refuse.
-        """
-        self.settle()  # replies that failed stay due
-        first = min(link.sent for link in self.links)
-        errors = try_each(lambda link: link.resume(first, timeout_s=self._timeout_s), self.links)
-        refusing = [link for link, error in zip(self.links, errors, strict=True) if isinstance(error, TargetRejected)]
-        raise_together([error for error in errors if not isinstance(error, TargetRejected)])
-        if refusing:
-            # An engine whose own loader has taken a part of a tensor can go back to the beginning only.  One that
-            # refuses this too is left out, and the others need not go as far.
-            raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), refusing))
-            log.info("all of a cell go back to the first bucket: %s", refusing[0].url)
-            others = [link for link in self.links if link not in refusing]
-            raise_together(try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), others))
-            first = 0
-        self.close()
-        self._rebuilds = self._rebuilds + 1 if first <= self._went_back_to else 1
-        self._turn = self._due = self._went_back_to = first
-        self.failure = None
-        return first
 
     def member(self) -> UpdateGroup | None:
         """The head's end of a group of all trainer ranks; None before ``connect`` and after a failure."""
@@ -197,8 +145,6 @@ class Channel:
             port=self._store.port,
             token=secrets.token_hex(16),
             world_size=rank,
-            first=self._due,
-            begun=self._begun,
             reads=tuple(link.reads[member] for link in self.links for member in link.members if link.reads),
         )
         return self._invited
@@ -314,8 +260,6 @@ class Channel:
         group = self._group
         assert group is not None, "connect() comes first"
         index = bucket.layout.index
-        if self._trainers is not None:
-            self._begun = max(self._begun, index + 1)
         # Another transport of a mixed update may share the bucket in memory, which members of a group must not read.
         parts = shared if self._trainers is not None else ()
         self._read_replies(index - self._in_flight)
@@ -352,9 +296,6 @@ class Channel:
                     began = time.monotonic()
                     data = bucket.data[: bucket.layout.size_bytes]
                     work = group.start_broadcast(data) if data.numel() else None
-                    if index < self._begun:
-                        self.resent_bytes += data.numel()
-                    self._begun = max(self._begun, index + 1)
                 if work is not None:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
                 self.links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)

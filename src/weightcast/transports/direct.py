@@ -86,10 +86,6 @@ class ExchangeTransport(BroadcastTransport):
         self._pump.drain()
         self._each(lambda channel: channel.lose(error), [one for one in channels if one.failure is None])
 
-    def _renew_group(self, cell: Channel) -> None:
-        """Its group comes about once the other trainer ranks were told of ``invited``."""
-        cell.invite()
-
 
 def _check_memory(placement: Placement) -> None:
     if not _reach_memory(placement):

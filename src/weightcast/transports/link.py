@@ -23,14 +23,14 @@ from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, se
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
-from weightcast.protocols import Adapter, Resuming, Reverting, Sharing
+from weightcast.protocols import Adapter, Reverting, Sharing
 from weightcast.report import count_of
 from weightcast.runtime.deadline import Deadline
 from weightcast.watch.events import Asked
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.messages import Close, Commit, Open, Resume, Revert
+from weightcast.wire.messages import Close, Commit, Open, Revert
 
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
@@ -114,7 +114,6 @@ class Link:
     _lease: Lease | None = field(default=None, repr=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _answered_at: dict[int, float] = field(default_factory=dict, repr=False)  # by bucket, ``time.monotonic``
-    _first: int = 0  # bucket before which none is awaited
     _awaited: dict[int, Deadline] = field(default_factory=dict, repr=False)  # by bucket
 
     @property
@@ -125,11 +124,6 @@ class Link:
     def stages(self) -> bool:
         """True if the target stages: buckets leave its live weights as they are."""
         return self.info.staging != "none"
-
-    @property
-    def can_resume(self) -> bool:
-        """True if the engine can take buckets again after their group has failed, and all its ranks are members."""
-        return isinstance(self.adapter, Resuming) and self.adapter.meeting == "weightcast" and not self.near
 
     @property
     def can_revert(self) -> bool:
@@ -189,7 +183,6 @@ class Link:
         self.peak_extra_bytes = self.sent = 0
         self.silent = self._deaf = False
         self._answered_at.clear()
-        self._first = 0
         self.opened = self.closed = self.committed = self.asked = None
         self._check_version(message)
         # An engine without a lease hears of the session's end from this process alone, also if opening fails half way.
@@ -248,7 +241,7 @@ class Link:
         Until then it returns that bucket's deadline.  The deadlines of two buckets may pass in either order, and a
         silent engine is not waited for twice.  None if the bucket before was not announced yet.
         """
-        if bucket == self._first or self.silent:
+        if bucket == 0 or self.silent:
             return 0.0
         answered_at = self._answered_at.get(bucket - 1)
         return self._awaited.get(bucket - 1) if answered_at is None else answered_at
@@ -279,17 +272,6 @@ class Link:
     def touch(self) -> None:
         """Records that a bucket is being sent: the live weights may be parts of two versions from now on."""
         self.mixed = not self.adapter.leased
-
-    async def resume(self, buckets: int, *, timeout_s: float) -> Ack:
-        """Takes the session back, so that all buckets but the first ones come again."""
-        adapter = self.adapter
-        assert isinstance(adapter, Resuming)
-        message = Resume(session=self.session, buckets=buckets)
-        ack = await self.ask("resume", adapter.resume(message), timeout_s=timeout_s)
-        self.sent = self._first = buckets
-        self.closed = None
-        self._answered_at.clear()
-        return ack
 
     async def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
         """Tells the engine that everything was sent."""

@@ -7,12 +7,11 @@ so no target switches before all of them, over every transport, have proven what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Transport
 from weightcast.transports.blame import raise_together
-from weightcast.transports.cells import Mending
+from weightcast.transports.cells import InCells
 from weightcast.transports.channel import Channel
 from weightcast.wire.bucket import Bucket
 
@@ -27,31 +26,19 @@ class MixedTransport:
     def __init__(self, parts: Sequence[Transport]) -> None:
         self.name = join_names(part.name for part in parts)
         self._parts = tuple(parts)
-        self._num_sent = 0
 
     @property
     def cells(self) -> Sequence[Channel]:
-        """As ``Mending.cells``, of all parts that have cells."""
-        return [cell for part in self._mending for cell in part.cells]
-
-    def drop(self, cell: Channel) -> None:
-        """As ``Mending.drop``."""
-        next(part for part in self._mending if cell in part.cells).drop(cell)
-
-    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
-        """As ``Mending.rebuild``."""
-        each = [(part, [cell for cell in cells if cell in part.cells]) for part in self._mending]
-        return [found for part, its in each for found in part.rebuild(its)]
+        """As ``InCells.cells``, of all parts that have cells."""
+        return [cell for part in self._parts if isinstance(part, InCells) for cell in part.cells]
 
     def connect(self) -> None:
         """As ``Transport.connect``."""
-        self._num_sent = 0
         self._each(lambda part: part.connect())
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``; a bucket that comes again goes to cells alone."""
-        again, self._num_sent = bucket.layout.index < self._num_sent, max(self._num_sent, bucket.layout.index + 1)
-        self._each(lambda part: part.send(bucket, shared), self._mending if again else self._parts)
+        """As ``Transport.send``."""
+        self._each(lambda part: part.send(bucket, shared))
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
@@ -69,13 +56,9 @@ class MixedTransport:
         """As ``Transport.close``."""
         self._each(lambda part: part.close())
 
-    @property
-    def _mending(self) -> list[Mending]:
-        return [part for part in self._parts if isinstance(part, Mending)]
-
-    def _each(self, do: Callable[[Any], None], parts: Iterable[object] | None = None) -> None:
+    def _each(self, do: Callable[[Transport], None]) -> None:
         errors = list[BaseException | None]()
-        for part in self._parts if parts is None else parts:
+        for part in self._parts:
             try:
                 do(part)
             except Exception as error:  # noqa: BLE001  raised below, when every transport has been called

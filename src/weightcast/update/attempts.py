@@ -99,16 +99,11 @@ class Attempts:
             result = self._ranks.hear(result)
         if result.failure is not None or result.again:
             return result, True
-        sums_buckets, first = result.sums_buckets, 0
-        while first is not None:
-            folded, found = stream.send(filling, sums_buckets=sums_buckets, first=first)
-            if head is not None:
-                result = head.finish(folded, found)
-                if head.failed:
-                    stream.abort("the update failed")
-            first = (
-                self._ranks.hear(AttemptResult(resume_from=result.resume_from)).resume_from if stream.resumes else None
-            )
+        folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
+        if head is not None:
+            result = head.finish(folded, found)
+            if head.failed:
+                stream.abort("the update failed")
         return result, False
 
     def _conclude(

@@ -24,7 +24,7 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import BucketUse, Exporter, Lying, Mappable, Planning, Refilling, Summing
+from weightcast.protocols import BucketUse, Exporter, Lying, Mappable, Planning, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.update.bucket_memory import planned_bytes
@@ -50,26 +50,15 @@ _NUM_SLOTS = 2
 
 
 class _Go(msgspec.Struct, frozen=True):
-    """The head's word before each bucket: its index, None to stop, and the groups that trainer ranks send in.
+    """The head's word before each bucket: whether it is sent, and the groups that trainer ranks send in."""
 
-    Those in ``invited`` must be made before.
-    """
-
-    index: int | None
+    sends: bool
     groups: tuple[str, ...] = ()
-    invited: tuple[Invited, ...] = ()
-
-
-class _Told(msgspec.Struct, frozen=True):
-    """A trainer rank's word to the head: failed messages by name of the group, and bytes that it has sent again."""
-
-    failures: dict[str, str]
-    resent_bytes: int
 
 
 _encoder = msgspec.json.Encoder()
 _go = msgspec.json.Decoder(_Go)
-_told = msgspec.json.Decoder(_Told)
+_failures = msgspec.json.Decoder(dict[str, str])
 _shared = msgspec.json.Decoder(Shared)
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
@@ -85,7 +74,6 @@ class Filling:
         lying: This rank's parts of each bucket that engines read in place.
         mapped: On the head, the handles to all ranks' own memory, for each bucket that engines read there.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
-        filled: Number of buckets that were filled at least once, and so are in ``sources``.
         sums: Sums of the slots of each bucket that was sent, if they are asked for, on ranks other than the head.
     """
 
@@ -94,9 +82,6 @@ class Filling:
     lying: Sequence[Lying] = ()
     mapped: Sequence[Sequence[Shared]] = ()
     buckets: _Filled = field(default_factory=lambda: iter(()))
-    next: int = 0
-    filled: int = 0
-    sent: int = 0
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
 
@@ -284,14 +269,14 @@ class BucketStream:
                 cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
 
     def send(
-        self, filling: Filling, *, sums_buckets: bool, first: int = 0
+        self, filling: Filling, *, sums_buckets: bool
     ) -> tuple[Sequence[Folded], Mapping[int, Sequence[torch.Tensor]]]:
-        """Sends all buckets, or those from ``first`` on once more.  Collective: every trainer rank calls it.
+        """Sends all buckets.  Collective: every trainer rank calls it.
 
         With ``sums_buckets``, every rank with a bucket sums it.  Returns the arguments of ``Head.finish``; they are
         empty on other ranks, without verification, and after a failure.
         """
-        if not self._send_each(filling, first, sums_buckets=sums_buckets) or filling.sources is None:
+        if not self._send_each(filling, sums_buckets=sums_buckets) or filling.sources is None:
             return (), {}
         return self._gather_sums(filling.sources, filling.sums)
 
@@ -346,18 +331,14 @@ class BucketStream:
         """The buffer of a bucket; None if this rank has none."""
         return self._slots[(index - self._num_mapped) % len(self._slots)] if self._slots else None
 
-    def _fill(self, filling: Filling, first: int = 0) -> _Filled:
-        """Fills each bucket into its slot; yields None and None on a rank that only contributes shards.
-
-        ``first`` is the number of the bucket to begin with, where no bucket is mapped.
-        """
+    def _fill(self, filling: Filling) -> _Filled:
+        """Fills each bucket into its slot; yields None and None on a rank that only contributes shards."""
         for layout in self._layouts[: self._num_mapped]:  # nothing is filled
             yield Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")), None
         layouts = self._layouts[self._num_mapped :]
         self._make_slots()
         slots = [slot.data for slot in self._slots] if self._group.rank in self._group.receivers else None
         scattered = self._choice.scattered
-        begin = first if isinstance(self._exporter, Refilling) and self._exporter.refills else 0
         buckets = bucketize(
             self._exporter,
             layouts,
@@ -365,10 +346,8 @@ class BucketStream:
             slots,
             filling.sources,
             scattered=scattered,
-            first=begin,
-            unsummed=filling.filled,
         )
-        for number, layout in enumerate(layouts[begin:], begin):
+        for number, layout in enumerate(layouts):
             slot = self._slot(self._num_mapped + number)
             if slot is not None:
                 waits = time.monotonic()
@@ -377,37 +356,22 @@ class BucketStream:
             began = time.monotonic()
             bucket = next(buckets)
             ended = time.monotonic()
-            filling.filled = max(filling.filled, number + 1)
             self._events.step_ended("gather", began, ended, bucket=layout.index)
             if self._head is not None:
                 self._head.add_phase("gather", ended - began)
-            if number >= first:
-                yield bucket, slot
+            yield bucket, slot
 
-    def _send_each(self, filling: Filling, first: int, *, sums_buckets: bool) -> bool:
-        """Sends one bucket after the other; False, the same on every rank, if one could not be sent.
-
-        A cell that was rebuilt meanwhile gets buckets again, so all ranks then go back to the first of them.
-        """
+    def _send_each(self, filling: Filling, *, sums_buckets: bool) -> bool:
+        """Sends one bucket after the other; False, the same on every rank, if one could not be sent."""
         head = self._head
-        index = first
-        while index < len(self._layouts):
-            go = _go.decode(self._group.broadcast_bytes(self._next(index), timeout_s=self._wait_s))
-            if go.index is None:
+        for index, layout in enumerate(self._layouts):
+            go = _go.decode(self._group.broadcast_bytes(self._go(), timeout_s=self._wait_s))
+            if not go.sends:
                 self.exchange.abort("the update failed")
                 return False
-            index = go.index
-            if index != filling.next:
-                self.exchange.drain()  # messages may still be read from buffers that are filled again
-                filling.buckets, filling.next = self._fill(filling, index), index
-            self.exchange.keep((*go.groups, *(one.group for one in go.invited)))
-            if go.invited:
-                self.meet(go.invited)
-                continue
-            layout = self._layouts[index]
+            self.exchange.keep(go.groups)
             bucket, slot = next(filling.buckets)
-            filling.next = index + 1
-            if sums_buckets and head is None and bucket is not None and index == len(filling.sums):
+            if sums_buckets and head is None and bucket is not None:
                 filling.sums.append(filling.plan.sums.of(bucket))
             mapped = layout.index < self._num_mapped
             if mapped:
@@ -417,11 +381,10 @@ class BucketStream:
                 shared = self._gather_shared(layout, slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
-                so_far = (self._sent_bytes[index + 1], self._sent_bytes[-1]) if index == filling.sent else (0, 0)
+                so_far = self._sent_bytes[index + 1], self._sent_bytes[-1]
                 head.send(bucket, shared, so_far)
-                if self._progress is not None and not head.failed and index == filling.sent:
+                if self._progress is not None and not head.failed:
                     self._progress(*so_far)
-            filling.sent = max(filling.sent, index + 1)
             if mapped and not self._sums_ahead:
                 self._sum_mapped(filling, [layout])
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
@@ -429,23 +392,14 @@ class BucketStream:
                 legs = self._choice.leg_hosts
                 self.exchange.send(bucket, self._served.legs(layout) if legs else {"": self._served.of(layout)})
                 self._sent_since(began)
-            index += 1
         return not self._choice.exchanges or self._end_exchange()
 
-    def _next(self, index: int) -> bytes:
-        """The head's word on the bucket that every rank sends next; the argument is the one that would be next."""
+    def _go(self) -> bytes:
+        """The head's word on the bucket that every rank sends next; empty on other ranks."""
         head = self._head
         if head is None:
             return b""
-        again = head.go_on()
-        if head.failed:
-            return _encoder.encode(_Go(None))
-        return _encoder.encode(_Go(index if again is None else again, head.sessions.groups, head.sessions.invited))
-
-    @property
-    def resumes(self) -> bool:
-        """True if a cell that failed may be rebuilt, and buckets then come again."""
-        return self._choice.resumes
+        return _encoder.encode(_Go(not head.failed, () if head.failed else head.sessions.groups))
 
     def _end_exchange(self) -> bool:
         """Waits for all messages to engine ranks; False if some failed on any rank."""
@@ -468,11 +422,9 @@ class BucketStream:
     def _tell_failures(self, failures: Mapping[str, str] | None = None) -> None:
         """Tells the head in which groups each rank's messages failed, unless ``failures`` are given."""
         failed = self.exchange.failures if failures is None else dict(failures)
-        mine = _encoder.encode(_Told(failed, self.exchange.resent_bytes))
-        gathered = self._group.gather_bytes(mine, timeout_s=self._wait_s)
+        gathered = self._group.gather_bytes(_encoder.encode(failed), timeout_s=self._wait_s)
         if self._head is not None and gathered is not None:
-            told = [_told.decode(one) for one in gathered]
-            self._head.exchange_failed([one.failures for one in told], sum(one.resent_bytes for one in told))
+            self._head.exchange_failed([_failures.decode(one) for one in gathered])
 
     def _gather_sums(
         self, sources: SourceSums, buckets: Sequence[torch.Tensor]

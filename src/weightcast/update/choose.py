@@ -219,7 +219,6 @@ class Plan:
             opens=opens["torch"],
             ring_opens=opens["ring"],
             cells=cells_of(links, self.reach.of, self.most_ranks),
-            resumes=self._config.on_failure == "quarantine" and any(one.cells for one in chosen),
             served=max((info.version for info in healthy.values() if info.version is not None), default=None),
             cast=self._cast(),
         )

@@ -34,16 +34,12 @@ class _Cell:
         told: The words of each engine rank: what it wants.
         hosts: The host whose memory each of them reads, as in ``Invited.reads``.
         kinds: For each engine rank that this rank sends to, by rank of the group: that host, and the kind.
-        due: Index of the bucket that it gets next.
-        again: Number of buckets that were sent before, to a group that failed.
     """
 
     group: UpdateGroup
     told: Sequence[bytes]
     hosts: Sequence[str]
     kinds: dict[int, tuple[str, int]] = field(default_factory=dict[int, "tuple[str, int]"])
-    due: int = 0
-    again: int = 0
     under_way: deque[tuple[str, list[Any]]] = field(default_factory=deque[tuple[str, list[Any]]])
     failed: WeightcastError | None = None
 
@@ -78,7 +74,7 @@ class Exchange:
         self._packs: dict[str, Packs] = {}
         self._words: dict[str, tuple[bytes, ...]] = {}
         self._buffers: list[torch.Tensor] = []
-        self.sent_bytes = self.resent_bytes = 0
+        self.sent_bytes = 0
 
     def join(self, invitations: Sequence[Invited]) -> dict[str, str]:
         """Joins groups, on ranks other than the head; returns the failures by name of the group."""
@@ -125,7 +121,7 @@ class Exchange:
                 failures[invited.group] = str(error)
                 continue
             hosts = invited.reads or ("",) * len(told)
-            self._cells[invited.group] = _Cell(group, told, hosts, due=invited.first, again=invited.begun)
+            self._cells[invited.group] = _Cell(group, told, hosts)
         self._sort()
         return failures
 
@@ -165,29 +161,25 @@ class Exchange:
         """Starts an update: every cell gets all buckets."""
         for cell in self._cells.values():
             cell.failed = None
-            cell.due = cell.again = 0
-        self.sent_bytes = self.resent_bytes = 0
+        self.sent_bytes = 0
 
     def send(self, bucket: Bucket, parts: Mapping[str, Parts]) -> None:
-        """Starts to send this rank's parts of a bucket to the cells that need it, then waits for the bucket before.
+        """Starts to send this rank's parts of a bucket to all cells that are well, then waits for the bucket before.
 
         ``parts`` are those for the engine ranks that read memory on each host; the host is empty for those that read
         none.
         """
         index = bucket.layout.index
-        cells = [cell for cell in self._cells.values() if cell.failed is None and cell.due <= index]
+        cells = [cell for cell in self._cells.values() if cell.failed is None]
         if not cells:
             return
         plans = {host: packs.plan(bucket.layout, parts[host]) for host, packs in self._packs.items()}
         packed = self._pack(bucket, plans)
         for cell in cells:
-            cell.due = index + 1
             try:
                 sends = _sends(bucket, plans, packed, cell.kinds)
                 cell.under_way.append((f"bucket {index}", cell.group.start_moves(sends)))
-                size_bytes = sum(move.data.numel() for move in sends)
-                self.sent_bytes += size_bytes
-                self.resent_bytes += size_bytes if index < cell.again else 0
+                self.sent_bytes += sum(move.data.numel() for move in sends)
             except WeightcastError as error:
                 cell.failed = error
                 cell.under_way.clear()

@@ -22,6 +22,7 @@ from weightcast.fleet.roster import Current, Roster
 from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, only_its_group, raise_together, run_each, together
+from weightcast.transports.cells import FEW_RANKS
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import check_not_older
@@ -43,6 +44,7 @@ from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.update.head")
 
+_REPEATS = 2  # of an attempt in which a group failed and no target is to blame
 FOLLOW_DEADLINES = 6  # other trainer ranks wait this many deadlines, because they cannot see what the head waits for
 
 
@@ -88,6 +90,7 @@ class Head:
         self.sessions = Sessions(self._plan, roster, config)
         self._excluded: set[str] = set()
         self._attempts = 0
+        self._unexplained = 0  # attempts in which a group failed and no target is to blame
         self._outcomes: dict[str, Outcome] = {}
         self._phases: dict[str, float] = {}
         self._on_head_s = 0.0  # sum of the phases that follow one another on this rank
@@ -145,11 +148,11 @@ class Head:
         """
         self.version = max((version, *(tried + 1 for tried in self._roster.tried))) if counts_on else version
         self._counts_on = counts_on
-        self.sessions.begin_update()
+        self.sessions.begin()
         for url in self._plan.urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
-        self._attempts = 0
+        self._attempts = self._unexplained = 0
         # After a call that was broken off, the members may be others than those of this plan.
         self._outcomes = {url: Outcome() for url in (self._roster.urls if only is None else only)}
         self._phases = {}
@@ -217,15 +220,11 @@ class Head:
             self._failure = error
 
     def after_meeting(self, result: AttemptResult) -> AttemptResult:
-        """Returns ``result`` if all have joined, but for cells that can be rebuilt."""
+        """Returns ``result`` if all have joined."""
         return result if self._failure is None else self._fail(self._failure)
 
-    def exchange_failed(self, failures: Sequence[Mapping[str, str]], resent_bytes: int = 0) -> None:
-        """Notes groups in which messages of trainer ranks failed, by name, for each trainer rank in order.
-
-        ``resent_bytes`` is what all ranks together have sent again in this attempt.
-        """
-        self.sessions.exchanged_again = resent_bytes
+    def exchange_failed(self, failures: Sequence[Mapping[str, str]]) -> None:
+        """Notes groups in which messages of trainer ranks failed, by name, for each trainer rank in order."""
         by_group: dict[str, list[str]] = {}
         for rank, failed in enumerate(failures):
             for name, text in failed.items():
@@ -241,49 +240,6 @@ class Head:
     def failed(self) -> bool:
         """True once a bucket could not be sent."""
         return self._failure is not None
-
-    def go_on(self, *, over: bool = False) -> int | None:
-        """Rebuilds cells that have failed; returns the index of the bucket from which on they need buckets again.
-
-        None if they need none, and after a failure, which ``finish`` reports.  ``over`` is True after the last bucket.
-        """
-        if self._failure is not None or not self.sessions.broken:
-            return None
-        try:
-            with self._phase("open"):
-                mended = self.sessions.mend(self._find_in_cell, self._leave_out, over=over)
-        except WeightcastError as error:
-            self._failure = error
-            return None
-        if mended is None:
-            return None
-        for url, first in mended.targets.items():
-            self._outcomes[url].notes.append(
-                f"the group of its cell failed and was made again; buckets came again from bucket {first} on"
-            )
-        return mended.first
-
-    def _find_in_cell(self, error: WeightcastError, links: Sequence[Link]) -> dict[str, WeightcastError]:
-        """Returns the targets of a cell because of which it has failed, each with its own failure.
-
-        The failure of one that another transport may reach is raised: the whole attempt is repeated for it.
-        """
-        urls = [link.url for link in links]
-        named = {engine_of(failure): failure for failure in failures_of(error) if not only_its_group(failure)}
-        found = {url: failure for url, failure in named.items() if url in urls}
-        for url, failure in found.items():
-            if self._plan.reach.way_out(self._plan.links.get(url), failure) is not None:
-                raise failure
-        if found:
-            return found
-        now = self._plan.probe(urls, hasty=True)
-        return {url: info for url, info in now.items() if not isinstance(info, EngineInfo)}
-
-    def _leave_out(self, failures: Mapping[str, WeightcastError]) -> None:
-        for url, failure in failures.items():
-            log.warning("%s takes no further part in version %s: %s", url, self.version, failure)
-            self._outcomes[url].failed = failure
-        self._excluded |= failures.keys()
 
     def _began(self, message: Open) -> None:
         self._events.emit(
@@ -308,10 +264,7 @@ class Head:
         """
         try:
             with self._phase("pack", bucket.layout.index):
-                if bucket.layout.index < self.sessions.num_buckets:
-                    self._verifier.add_again(bucket)
-                else:
-                    self._verifier.add(bucket)
+                self._verifier.add(bucket)
             with self._phase("send", bucket.layout.index, so_far):
                 self.sessions.send(bucket, shared)
         except WeightcastError as error:
@@ -321,13 +274,10 @@ class Head:
         self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> AttemptResult:
         """Drains the transport, verifies, and commits; the arguments are those of ``Verifier.finish``."""
-        result = AttemptResult()
         try:
-            result = self._finish(sources, buckets or {})
+            return self._finish(sources, buckets or {})
         finally:
-            if result.resume_from is None:
-                self._verifier.release()
-        return result
+            self._verifier.release()
 
     def _finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> AttemptResult:
         try:
@@ -337,11 +287,6 @@ class Head:
                 sent = self._verifier.finish(sources, buckets)
             with self._phase("send"):
                 self.sessions.drain()
-            resume_from = self.go_on(over=True)
-            if resume_from is not None:
-                return AttemptResult(resume_from=resume_from)
-            if self._failure is not None:
-                raise self._failure
             with self._phase("verify"):
                 self._close_all(sent)
             with self._phase("commit"):
@@ -426,6 +371,12 @@ class Head:
             )
         active = [link.url for link in self.sessions.links]
         nothing_committed = not any(link.committed for link in self.sessions.links)
+        repeatable = self._config.on_failure == "quarantine" and nothing_committed
+        if repeatable and all(map(only_its_group, culprits.values())):
+            suspects = self._suspects(culprits)
+            if suspects is None:
+                return AttemptResult(again=True)
+            culprits = suspects
         notes = self._leave_transports(culprits) if nothing_committed else {}
         failed = {url: failure for url, failure in culprits.items() if url not in notes}
         for url, failure in failed.items():
@@ -434,13 +385,39 @@ class Head:
         remaining = [url for url in active if url not in self._excluded]
         if notes:
             return self._choose_again(notes)
-        if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
+        if repeatable and culprits and remaining:
             return AttemptResult(again=True)
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
         untouched = not self.sessions.links and self._attempts <= 1
         if isinstance(error, WeightsChanged) or (untouched and isinstance(error, ConfigError)):
             return AttemptResult(failure=Failure.of(error), report=self.report())
         return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
+
+    def _suspects(self, culprits: Mapping[str, WeightcastError]) -> Mapping[str, WeightcastError] | None:
+        """Returns the targets to leave out after cells have failed and nobody is to blame; None to try all again.
+
+        All targets of a cell that fails again and again are left out, if others remain.
+        """
+        failures = {link.url: cell.failure for cell in self.sessions.broken for link in cell.links}
+        if not failures:
+            return culprits
+        self._unexplained += 1
+        if self._unexplained <= _REPEATS:
+            for url, failure in failures.items():
+                self._outcomes[url].notes.append(f"the group of its cell failed, and the update began again: {failure}")
+            return None
+        if self._config.cell_ranks is None and self._plan.cell_limit > FEW_RANKS:
+            log.warning(
+                "a process group of %d engines failed again and again, and none of them is to blame: later groups "
+                "have at most %d engine ranks: %s",
+                max(len(cell.links) for cell in self.sessions.broken),
+                FEW_RANKS,
+                next(iter(failures.values())),
+            )
+            self._plan.divide_cells()
+        if all(link.url in failures for link in self.sessions.links):
+            return culprits
+        return {url: failure for url, failure in failures.items() if failure is not None}
 
     def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
         """Returns a remark for each target whose transport gives way to another; none if the update must fail."""
@@ -594,7 +571,6 @@ class Head:
             digest=digest,
             targets=rows,
             unsummed=self._verifier.unsummed,
-            resent_bytes=self.sessions.resent_bytes,
             changed_ratio=changed,
             cast=self._plan.cast,
         )
@@ -616,12 +592,19 @@ class Head:
 def _culprits(
     error: WeightcastError, plan: Plan, links: Sequence[Link], outcomes: Mapping[str, Outcome]
 ) -> dict[str, WeightcastError]:
-    """Returns the targets that an error is about, each with its own failure."""
+    """Returns the targets that an error is about, each with its own failure.
+
+    If it says only that a group failed, a target that does not answer is to blame.
+    """
     named = {engine_of(failure): failure for failure in failures_of(error)}
     found = {url: failure for url, failure in named.items() if url in outcomes}
-    if found:
+    if not all(map(only_its_group, found.values())):
         return found
     infos = plan.probe([link.url for link in links], hasty=True)
-    return {
-        url: error for url, info in infos.items() if not isinstance(info, EngineInfo) or info.state == "quarantined"
+    gone: dict[str, WeightcastError] = {
+        url: error if isinstance(info, EngineInfo) else info
+        for url, info in infos.items()
+        # One without staging is half written, whoever is to blame.
+        if not isinstance(info, EngineInfo) or (info.state == "quarantined" and info.staging != "none")
     }
+    return gone or found

@@ -72,7 +72,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         ring_opens: Number of engine processes that open the storage of all buffers.
         served: Highest version that a target serves; None if no target knows its own.
         cells: URLs of the targets in each cell of a transport that has cells.
-        resumes: True if a cell that failed may be rebuilt, and buckets then come again.
         cast: Numbers of the exporter's tensors that are cast before they are sent, by the dtype that engines keep.
     """
 
@@ -92,7 +91,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: int = 0
     served: int | None = None
     cells: tuple[tuple[str, ...], ...] = ()
-    resumes: bool = False
     cast: dict[str, tuple[int, ...]] = {}
 
     def travelling(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -136,7 +134,6 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The groups that every trainer rank joins next; empty if there are none to join.
         boxes: The boxes that engine ranks want, which trainer ranks pack for them; None if they are as before.
-        resume_from: Index of the bucket from which on a rebuilt cell gets buckets; None if nothing is sent again.
     """
 
     report: UpdateReport | None = None
@@ -147,4 +144,3 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     sums_buckets: bool = False
     invited: tuple[Invited, ...] = ()
     boxes: tuple[bytes, ...] | None = None
-    resume_from: int | None = None

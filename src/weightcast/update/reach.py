@@ -118,7 +118,7 @@ class Reach:
 
         Returns a remark for the report with the engine's words; None if the target must fail.
         """
-        spec = self.way_out(link, error)
+        spec = self._way_out(link, error)
         if link is None or spec is None:
             return None
         url, failed = link.url, self.of(link.url)
@@ -130,8 +130,8 @@ class Reach:
         log.warning("%s: %s gives way to %s: %s", url, failed.name, spec.name, error)
         return f"{failed.name} gave way to {spec.name}, which stays until retarget(): {error}"
 
-    def way_out(self, link: Link | None, error: WeightcastError) -> TransportSpec | None:
-        """The transport to which ``leave`` would change; None if the target must fail.  Changes nothing."""
+    def _way_out(self, link: Link | None, error: WeightcastError) -> TransportSpec | None:
+        """The transport to which ``leave`` changes; None if the target must fail.  Changes nothing."""
         if link is None:
             return None
         url, info, failed = link.url, link.info, self.of(link.url)

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared
@@ -18,8 +17,8 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exchanging, Transport
-from weightcast.transports.blame import raise_together, run_each, start_each, wait_each
-from weightcast.transports.cells import FEW_RANKS, Mending
+from weightcast.transports.blame import run_each, start_each, wait_each
+from weightcast.transports.cells import InCells
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome
@@ -33,32 +32,19 @@ from weightcast.wire.plans import UpdatePlan
 
 log = logging.getLogger("weightcast.update.sessions")
 
-Find = Callable[[WeightcastError, Sequence[Link]], Mapping[str, WeightcastError]]
-LeaveOut = Callable[[Mapping[str, WeightcastError]], None]
 LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
-
-
-@dataclass(frozen=True, slots=True)
-class Mended:
-    """Cells that were rebuilt: the first bucket that comes again, and for each target the one that it goes on from."""
-
-    first: int
-    targets: Mapping[str, int]
 
 
 class Sessions:
     """Opens, feeds and ends the sessions of one attempt after the other.  The transport outlives an attempt.
 
     Attributes:
-        exchanged_again: Bytes of messages that trainer ranks have sent again in this attempt.
         transport_failed: True if the attempt failed because a target could not be connected or given a bucket.
     """
 
     def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
         self.links: Sequence[Link] = ()
         self.num_buckets = self.sent_bytes = 0
-        self._resent_bytes = 0  # to cells that were given up, and in attempts before
-        self.exchanged_again = 0
         self.transport_failed = False
         self._plan = plan
         self._roster = roster
@@ -66,7 +52,7 @@ class Sessions:
         # The transport, and the same as what else it is; to ask for a protocol takes longer than an answer may.
         self._transport: Transport | None = None
         self._exchanging: Exchanging | None = None
-        self._mending: Mending | None = None
+        self._in_cells: InCells | None = None
         self._signature: tuple[object, ...] = ()
         self._opening: list[Future[object]] = []
         self._ask: Callable[[], None] = lambda: None
@@ -75,18 +61,11 @@ class Sessions:
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
         self._end_left(self._plan.links.values(), "the update before this one did not end")
-        self._resent_bytes = self.resent_bytes
         for cell in self._cells:
-            cell.resent_bytes = 0
-        self.exchanged_again = 0
+            cell.failure = None
         self.links = ()
         self.transport_failed = False
         self.num_buckets = self.sent_bytes = 0
-
-    def begin_update(self) -> None:
-        """Starts an update, in which nothing was sent again yet."""
-        self.begin()
-        self._resent_bytes = 0
 
     def meet_ahead(self, links: Sequence[Link]) -> None:
         """Makes the groups of the updates to come, outside of any session, with engines that can join so.
@@ -102,7 +81,6 @@ class Sessions:
             return  # all trainer ranks join such a group, in step
         try:
             self._transport.connect()
-            raise_together([cell.failure for cell in self.broken])
         except WeightcastError as error:
             log.warning("no process group could be made with the engines yet; the first update tries again: %s", error)
 
@@ -203,10 +181,7 @@ class Sessions:
         return {one: members[one.group] for one in invited if one.group in members}
 
     def lost(self, failures: Mapping[str, str]) -> None:
-        """Ends the transfers in groups, by name, in which a trainer rank's messages failed.
-
-        It raises the cause, unless it is that of one cell alone.
-        """
+        """Ends the transfers in groups, by name, in which a trainer rank's messages failed, and raises the cause."""
         transport = self._exchanging
         assert transport is not None
         with self._moving():
@@ -218,9 +193,8 @@ class Sessions:
         assert self._transport is not None
         with self._moving():
             self._transport.send(bucket, shared)
-        if bucket.layout.index == self.num_buckets:
-            self.num_buckets += 1
-            self.sent_bytes += bucket.layout.size_bytes
+        self.num_buckets += 1
+        self.sent_bytes += bucket.layout.size_bytes
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket."""
@@ -230,68 +204,8 @@ class Sessions:
 
     @property
     def broken(self) -> Sequence[Channel]:
-        """The cells that have failed."""
+        """The cells that have failed in this attempt."""
         return [cell for cell in self._cells if cell.failure is not None]
-
-    @property
-    def resent_bytes(self) -> int:
-        """Bytes of buckets that were sent again to rebuilt cells in this update, counted for each cell."""
-        return self._resent_bytes + self.exchanged_again + sum(cell.resent_bytes for cell in self._cells)
-
-    def mend(self, find: Find, leave_out: LeaveOut, *, over: bool) -> Mended | None:
-        """Rebuilds every cell that has failed, without the targets because of which, which ``find`` returns.
-
-        ``leave_out`` is told of them, and their sessions are over when it returns.  ``over`` says that every bucket was
-        sent, so that a cell that has all of them needs no group any more.  None means that no cell was rebuilt.  A
-        WeightcastError says that something else failed than a cell, or no target would be left.
-        """
-        transport = self._mending
-        if transport is None or self._transport is None:
-            return None
-        mended: dict[str, int] = {}
-        with self._moving():
-            self._transport.drain()
-            while broken := self.broken:
-                self._leave_out(broken, find, leave_out)
-                left = [cell for cell in broken if cell.links]
-                for cell in broken:
-                    if not cell.links:
-                        self._resent_bytes += cell.resent_bytes
-                        transport.drop(cell)
-                    elif over and all(link.sent == self.num_buckets for link in cell.links):
-                        cell.failure = None
-                        left.remove(cell)
-                for cell, first in transport.rebuild(left):
-                    mended |= dict.fromkeys((link.url for link in cell.links), first)
-        return Mended(min(mended.values()), mended) if mended else None
-
-    def _leave_out(self, broken: Sequence[Channel], find: Find, leave_out: LeaveOut) -> None:
-        """Leaves out the targets because of which cells have failed; all of a cell's if it fails again and again."""
-        culprits: dict[str, WeightcastError] = {}
-        for cell in broken:
-            failure = cell.failure
-            assert failure is not None
-            found = find(failure, cell.links)
-            stuck = cell.is_stuck and not found
-            if stuck and self._config.cell_ranks is None and self._plan.cell_limit > FEW_RANKS:
-                log.warning(
-                    "a process group of %d engines failed again and again, and none of them is to blame: later groups "
-                    "have at most %d engine ranks: %s",
-                    len(cell.links),
-                    FEW_RANKS,
-                    failure,
-                )
-                self._plan.divide_cells()
-            culprits |= dict.fromkeys((link.url for link in cell.links), failure) if stuck else found
-        if all(link.url in culprits for link in self.links):
-            raise_together([cell.failure for cell in broken])
-        leave_out(culprits)
-        for cell in broken:
-            cell.leave_out(culprits)
-        gone = [link for link in self.links if link.url in culprits]
-        self.links = [link for link in self.links if link.url not in culprits]
-        self._signature = self._sign()
-        self._abort_each(gone, {url: str(failure) for url, failure in culprits.items()})
 
     async def close_one(self, link: Link, *, by_name: bool = False) -> Ack:
         """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
@@ -332,7 +246,7 @@ class Sessions:
         """Closes the transport on both sides; safe to call twice.  False if there was none."""
         self._end_left(self._plan.links.values(), "the trainer closes its connections")
         transport = self._transport
-        self._transport = self._exchanging = self._mending = None
+        self._transport = self._exchanging = self._in_cells = None
         if transport is not None:
             transport.close()
         return transport is not None
@@ -356,7 +270,7 @@ class Sessions:
             self._transport.close()
         self._transport = made = self._plan.build_transport(self.links)
         self._exchanging = made if isinstance(made, Exchanging) else None
-        self._mending = made if isinstance(made, Mending) else None
+        self._in_cells = made if isinstance(made, InCells) else None
         self._signature = signature
 
     def _sign(self) -> tuple[object, ...]:
@@ -368,7 +282,7 @@ class Sessions:
 
     @property
     def _cells(self) -> Sequence[Channel]:
-        return self._mending.cells if self._mending is not None else ()
+        return self._in_cells.cells if self._in_cells is not None else ()
 
     def _end_left(self, links: Iterable[Link], reason: str) -> None:
         left = [link for link in links if link.is_open]

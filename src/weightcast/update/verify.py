@@ -106,11 +106,6 @@ class Verifier:
         if self._config.verify != "none":
             self._digests.add(bucket)
 
-    def add_again(self, bucket: Bucket) -> None:
-        """Notes that a bucket is sent again, which must be as it was: its digest stays the one that was taken first."""
-        if self._config.verify != "none":
-            self._digests.add_again(bucket)
-
     def finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> Sent:
         """Compares the buckets with the trainer ranks' shards; returns the digests of everything sent, if it verifies.
 

@@ -130,7 +130,7 @@ class Asked(_Event, frozen=True, kw_only=True):
     """The head has sent a message to a target and has read the answer, or has given up.
 
     Attributes:
-        message: ``open``, ``join``, ``bucket``, ``resume``, ``close``, ``commit``, ``revert``, ``abort`` or ``leave``.
+        message: ``open``, ``join``, ``bucket``, ``close``, ``commit``, ``revert``, ``abort`` or ``leave``.
             In the place of buckets, ``disk`` has ``folder`` and ``checkpoint-engine`` has ``handles``.
         bucket: Index of the bucket; None for other messages.
         began: Monotonic time here, before the message was sent.

@@ -2,8 +2,8 @@
 
 An update is Open, Join (if the group changed), Announce for each bucket, Close, Commit.  ``Close`` asks whether
 everything has arrived, and ``Commit`` makes it live.  They are two messages so that no engine switches before every
-engine has everything.  ``Resume`` takes a session back to an earlier bucket after its group has failed.  ``Revert``
-undoes a commit until another session is opened.  ``Prepare`` may come before the first update.
+engine has everything.  ``Revert`` undoes a commit until another session is opened.  ``Prepare`` may come before the
+first update.
 
 The engine answers each with an ``Ack`` (``answers.py``).  Before the first, the trainer asks for its description
 (``engine_info.py``).
@@ -161,21 +161,6 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plan: str = ""
 
 
-class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="resume"):
-    """Takes the session back to an earlier bucket, after the group that broadcast its buckets has failed.
-
-    The buckets from there on come again, by a group to which a ``Join`` follows.  What arrived of them before counts no
-    more: neither their rows nor their digests.  The engine refuses it if anything but its group failed.  It may be sent
-    again.
-
-    Attributes:
-        buckets: Number of buckets, from the first one on, that stay; at most as many as have arrived.
-    """
-
-    session: Session
-    buckets: Annotated[int, Meta(ge=0, le=MAX_BUCKETS)]
-
-
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
     """Says that all buckets were sent.  The answer has a digest of what arrived and names what is missing.
 
@@ -294,5 +279,5 @@ class TellBoxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 # On the wire as they are written; the others may name a plan or a source (``codec.py``).
-Verbatim = Join | Leave | Resume | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk | TellBoxes
+Verbatim = Join | Leave | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk | TellBoxes
 Message = Open | Prepare | Announce | Verbatim

@@ -23,7 +23,7 @@ from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import Packing, plan_buckets
-from weightcast.wire.messages import Abort, Leave, Message, Owner, Prepare, Readback, Resume, Revert
+from weightcast.wire.messages import Abort, Leave, Message, Owner, Prepare, Readback, Revert
 from weightcast.wire.plans import UpdatePlan
 
 BUCKET_BYTES = 1000
@@ -152,17 +152,6 @@ class Sessions(RuleBasedStateMachine):
         index = self.model.sent + ahead
         if 0 <= index < self.buckets:
             self.tell(sender.announce(index), self.model.announce(sender.session, index, crash=crash), crash)
-
-    @rule(
-        stale=st.sampled_from([0, 0, 0, 1]),
-        back=st.sampled_from([-1, 0, 1, 1, 2, 9]),
-        crash=st.sampled_from(["", "", "", "early", "late"]),
-    )
-    def resume(self, stale: int, back: int, crash: Crash) -> None:
-        sender = self.who(stale)
-        buckets = max(0, self.model.sent - back)
-        message = Resume(session=sender.session, buckets=buckets)
-        self.tell(message, self.model.resume(sender.session, buckets, crash=crash), crash)
 
     @rule(
         stale=st.sampled_from([0, 0, 0, 1]),

@@ -36,7 +36,7 @@ class Group:
 def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(buckets: int, waits: int) -> None:
     group, head = (
         Group(),
-        SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda *_: None, go_on=lambda: None),
+        SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda *_: None),
     )
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {

@@ -94,7 +94,7 @@ class NativeAdapter:
         return self._told("apply", message, known=False)
 
     # Our receiver reads these as they are.
-    fetch = resume = close = commit = revert = _apply
+    fetch = close = commit = revert = _apply
 
     def abort(self, session: str, reason: str) -> Steps:
         """Ends the session; a staging engine keeps the old version."""
