@@ -17,7 +17,7 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exchanging, Transport
-from weightcast.transports.blame import run_each, start_each, wait_each
+from weightcast.transports.blame import raise_together, run_each, start_each, wait_each
 from weightcast.transports.cells import InCells
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
@@ -181,12 +181,17 @@ class Sessions:
         return {one: members[one.group] for one in invited if one.group in members}
 
     def lost(self, failures: Mapping[str, str]) -> None:
-        """Ends the transfers in groups, by name, in which a trainer rank's messages failed, and raises the cause."""
+        """Ends the transfers in groups, by name, in which a trainer rank's messages failed, and raises the causes."""
         transport = self._exchanging
         assert transport is not None
+        errors: list[WeightcastError] = []
         with self._moving():
             for name, text in failures.items():
-                transport.lost(name, GroupFailed(text))
+                try:
+                    transport.lost(name, GroupFailed(text))
+                except WeightcastError as error:
+                    errors.append(error)
+            raise_together(errors)
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Sends a bucket; ``shared`` has the handles to the buffers that hold it."""
