@@ -14,18 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-<<<<<<< HEAD:tests/unit/transports/test_cells.py
 from tests.helpers.clock import PATIENCE_S
-from tests.helpers.exports import ALONE, CPU, allocate_slots
 from tests.unit.cli.test_plan import SPECS
 from tests.unit.transports.test_direct_ways import engine, placement
 from tests.unit.update.test_exchange import Post, invited
-=======
-from tests.clock import PATIENCE_S
-from tests.unit.test_cli_plan import SPECS
-from tests.unit.test_direct_ways import engine, placement
-from tests.unit.test_exchange import Post, invited
->>>>>>> 919a9ceb (Repeat the attempt when a cell fails, in place of resuming it):tests/unit/test_cells.py
 from weightcast.cli.app import app
 from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
@@ -212,32 +204,3 @@ def test_every_trainer_rank_sends_to_the_cells_in_one_order(monkeypatch) -> None
         end.send(bucket(0), PARTS)
     assert turns[0] == turns[1]
     assert sorted(turns[0]) == list("acde")
-<<<<<<< HEAD:tests/unit/transports/test_cells.py
-
-
-# -- buckets that are filled again
-
-
-def test_a_bucket_that_is_filled_again_is_the_same_and_is_summed_once() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
-    exporter = ModuleExporter(model)
-    exporter.prepare(ALONE)
-    layouts = plan_buckets(exporter.specs(), bucket_bytes=1500, packing=Packing())
-    assert len(layouts) > 4
-    slots = allocate_slots(CPU, 1500)
-    sums = SourceSums()
-    whole = [found.data.clone() for found in bucketize(exporter, layouts, ALONE, slots, sums) if found is not None]
-    expected = sums.values()
-
-    sums = SourceSums()
-    buckets = bucketize(exporter, layouts, ALONE, slots, sums)
-    for _ in range(4):
-        next(buckets)
-    again = bucketize(exporter, layouts, ALONE, slots, sums, first=2, unsummed=4)
-    found = [one.data.clone() for one in again if one is not None]
-    for layout, one, same in zip(layouts[2:], found, whole[2:], strict=True):
-        for slot in layout.slots:
-            assert torch.equal(one[slot.offset_bytes : slot.end_bytes], same[slot.offset_bytes : slot.end_bytes])
-    assert torch.equal(sums.values(), expected)
-=======
->>>>>>> 919a9ceb (Repeat the attempt when a cell fails, in place of resuming it):tests/unit/test_cells.py

@@ -50,6 +50,6 @@ def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(bu
     stream = BucketStream(
         layouts=layouts, verifies=False, check_finite=False, wait_s=TIMEOUT_S, timeout_s=TIMEOUT_S, **parts
     )
-    filling: Any = SimpleNamespace(next=0)
-    assert not stream._send_each(filling, 0, sums_buckets=False)
+    filling: Any = SimpleNamespace()
+    assert not stream._send_each(filling, sums_buckets=False)
     assert group.limits_s == [pytest.approx(TIMEOUT_S + margin_s(TIMEOUT_S))] * waits
