@@ -35,9 +35,9 @@ from tests.gpu.servers import (
     started,
 )
 from tests.gpu.test_updates_gpu import digests, train
-from weightcast.adapters.vllm.adapter import version_of
 from weightcast.comm import nixl
 from weightcast.lab.connect import connect as connect_in_lab
+from weightcast.wire.vllm_versions import vllm_version
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()
@@ -166,7 +166,9 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
         version = server.get("/version").json()["version"]
         record("vllm", version)
         # 0.25.1 drops an old group's communicator without destroying it and has no route for that, as 0.32 has.
-        group_bytes = COMMUNICATOR_BYTES * len(gpus) if backend == "nccl" and version_of(version) < (0, 32) else 0
+        group_bytes = (
+            COMMUNICATOR_BYTES * len(gpus) if backend == "nccl" and (vllm_version(version) or (0, 32)) < (0, 32) else 0
+        )
         check_updates(
             *(Vllm(), server, other, (a, b)),
             via=via,
