@@ -17,7 +17,7 @@ NAMES = frozenset(spec.name for spec in registry.TRANSPORTS)
 # Files that may compare names: each transport's own, the registration, and a file that compares vLLM's backends, one of
 # which has the name of a transport.
 MAY_COMPARE = {
-    *(f"transports/{spec.name.replace('-', '_')}.py" for spec in registry.TRANSPORTS),
+    *(f"transports/{spec.name.replace('-', '_')}.py" for spec in registry.TRANSPORTS if spec.offered_as is None),
     "transports/registry.py",
     "transports/spec.py",
     "adapters/vllm/server_info.py",
