@@ -1,5 +1,7 @@
 """Adapter of stock vLLM's weight transfer: init, start, update, finish; backends ``nccl`` and ``ipc``.
 
+vLLM cannot stage: buckets go straight into live weights.
+
 vLLM's API changed between versions.  A request to a route that the server lacks is skipped.  The version decides which
 form of ``init_info`` is tried first; if the server refuses that form, the adapter tries the next one.
 """
@@ -7,20 +9,23 @@ form of ``init_info`` is tried first; if the server refuses that form, the adapt
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from weightcast.adapters.stock import check_encoders
-from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
+from weightcast.adapters.stock import StockAdapter, check_encoders
+from weightcast.adapters.vllm import requests
 from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
 from weightcast.adapters.vllm.requests import if_there, post, succeeds
+from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
-from weightcast.errors import TargetRejected
+from weightcast.errors import ConfigError, TargetRejected
 from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.messages import Close, Commit, Open
 from weightcast.wire.vllm_versions import vllm_version
 
 _SHUTDOWN = post("/shutdown_weight_transfer_engine")
@@ -34,7 +39,7 @@ _NEW_FORM = (0, 27)
 _STREAMS = 32
 
 
-class VllmAdapter(BaseVllmAdapter):
+class VllmAdapter(StockAdapter):
     """One vLLM server with ``--weight-transfer-config``."""
 
     packing = Packing(alignment_bytes=1, slices=False, gapless=True)
@@ -43,6 +48,12 @@ class VllmAdapter(BaseVllmAdapter):
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
+        self._facts = Facts()
+        self._paused_s = 0.0  # time.monotonic() of the pause; 0 if this session has not paused the engine
+        self._started = False
+        # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
+        self._mixed = info.paused
+        self._version = 0
         self._delivery: Delivery = "group"
         self._in_group = False
         self._told_packed = False
@@ -52,6 +63,23 @@ class VllmAdapter(BaseVllmAdapter):
         """As ``Adapter.check``; keeps the delivery for ``open``."""
         check_encoders(self._info, specs)
         self._delivery = delivery
+
+    def open(self, message: Open) -> Steps:
+        """Pauses the engine and starts an update; ``ConfigError`` if a cache would give results of the old weights."""
+        self._version = message.version
+        self._started = False
+        self._paused_s = 0.0
+        self._facts = Facts.of((yield from if_there(SERVER_INFO)))
+        why = self._facts.never_emptied or self._facts.no_pause().get(message.pause)
+        if why:
+            raise ConfigError(
+                f"{self._info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
+            )
+        started = time.monotonic()
+        yield from requests.pause(message.pause)
+        self._paused_s = started
+        yield from self._start_update()
+        return self._updating()
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group by NCCL's id; versions before 0.29 read the id from the group's store."""
@@ -92,10 +120,44 @@ class VllmAdapter(BaseVllmAdapter):
             yield post("/update_weights", {"update_info": body})
         return self._updating()
 
+    def close(self, message: Close) -> Steps:
+        """Sends nothing: vLLM has no such step."""
+        yield from ()
+        return self._updating()
+
+    def commit(self, message: Commit) -> Steps:
+        """Finishes the weight update, stamps the version and resumes."""
+        version = str(self._version)
+        yield from self._finish_update(version)
+        # Some versions take the version with the finish, some have this route, and some have no versions.
+        yield from if_there(post("/update_weight_version", {"new_version": version}))
+        yield from requests.resume()
+        self._mixed = False
+        stall_s = time.monotonic() - self._paused_s
+        return Ack(
+            ok=True,
+            version=self._version,
+            ranks=self._info.tp_size,
+            stall_s=stall_s,
+            not_updated=("the draft model",) if self._facts.draft else (),
+        )
+
     def abort(self, session: str, reason: str) -> Steps:
-        """As ``BaseVllmAdapter.abort``; the trainer has aborted the group as well."""
+        """Resumes the engine if no bucket was sent; the trainer has aborted the group as well.
+
+        vLLM cannot restore the old weights, so after a bucket it stays paused until an update succeeds.
+        """
         self._in_group = False
-        return (yield from super().abort(session, reason))
+        if self._mixed or (self._started and not (yield from self._try_finish())):
+            return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)
+        self._started = False
+        if self._paused_s:
+            yield from requests.resume()
+        return Ack(ok=True, ranks=self._info.tp_size)
+
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
+        """Asks ``/v1/completions`` for ``prompt_logprobs``."""
+        return (yield from requests.score(self._info.model, token_ids))
 
     def leave(self, group: str | None) -> Steps:
         """Releases the communicator or the mapped buffers, if this version has a route for it."""
@@ -163,3 +225,6 @@ class VllmAdapter(BaseVllmAdapter):
         except TargetRejected:
             yield from self._try_finish()
             yield from succeeds(_SHUTDOWN)
+
+    def _updating(self) -> Ack:
+        return Ack(ok=True, state="updating", ranks=self._info.tp_size)
