@@ -494,10 +494,12 @@ class Case:
                 each.stop()
         for number, each in enumerate(clients):
             what = f"gaps, {via}, {pause}" + (f", engine {number}" if number else "")
+            if self.args.tiny:  # on a busy CPU there may be no time without an update to compare with
+                self.gaps(what, each.requests, windows)
+                continue
             seen = self.gaps(what, each.requests, windows, (steady, stopped))["windows"]
             # The other modes read the tokens of all requests anew, or end them.
-            ours = seen["ours"] if pause == "in_place" and not self.args.tiny else []
-            self.run.check(f"{what}: none is an update's own", not ours, seen)
+            self.run.check(f"{what}: none is an update's own", pause != "in_place" or not seen["ours"], seen)
         self.answers(1)
 
     @contextmanager
