@@ -175,6 +175,8 @@ class Client:
                 raise TimeoutError
             async with event_loop.Limited(timeout_s), _AT_ONCE if at_once else here.room:
                 asking.has_room = True
+                if self.closed:  # since ``close``, while this request waited
+                    raise _NoAnswer("this client is closed")
                 response = await self._session.request(method, url, data=data, allow_redirects=False)
                 kept = False
                 try:

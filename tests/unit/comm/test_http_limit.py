@@ -153,3 +153,17 @@ def test_wait_for_other_engines_names_the_limit_of_open_files(engines: Counting,
 def test_bound_is_a_quarter_of_the_files_that_the_process_may_open(monkeypatch, files: int, most: int) -> None:
     monkeypatch.setattr(http_session.resource, "getrlimit", lambda _: (files, files))
     assert most_requests() == most
+
+
+def test_request_that_waits_while_its_client_is_closed_is_not_sent(engines: Counting, bound) -> None:
+    bound(1)
+    first, second = (client_of(one) for one in engines.listeners[:2])
+    (busy,) = event_loop.submit([first.get("/busy")])
+    (waiting,) = event_loop.submit([second.get("/late")])
+    engines.await_(lambda: engines.asked == 1)
+    second.close()
+    engines.answer.set()
+    assert busy.result(PATIENCE_S) == b"ok"
+    assert "this client is closed" in str(waiting.exception(PATIENCE_S))
+    assert engines.asked == 1
+    first.close()
