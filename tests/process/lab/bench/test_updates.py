@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,44 @@ from tests.helpers.pages import check_alone
 from weightcast.lab.bench import rig
 from weightcast.lab.bench.case import Contender, Plan, run_case
 from weightcast.lab.bench.contenders import ours
-from weightcast.lab.bench.methods import Layout, Method
+from weightcast.lab.bench.methods import EngineSide, Layout, Method, TrainerSide
+from weightcast.lab.bench.raw import Pipe
+
+
+class Nothing:
+    """A method that moves nothing: its engines keep the poison."""
+
+    def __init__(self, side: object) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
+
+    def update(self, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Later(Nothing):
+    """A method whose engine works on after it said that it is done, until the trainer is told."""
+
+    def __init__(self, side: EngineSide | TrainerSide) -> None:
+        self._side = side
+
+    def update(self, version: int) -> None:
+        (pipe,) = self._side.pipes
+        if isinstance(self._side, TrainerSide):
+            pipe.receive()
+        else:
+            threading.Thread(target=self._work, args=(pipe,)).start()
+
+    def _work(self, pipe: Pipe) -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        pipe.send("done")
 
 
 def test_processor_time_has_what_an_engine_does_before_the_trainer_returns(monkeypatch: pytest.MonkeyPatch) -> None:

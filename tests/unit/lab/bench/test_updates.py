@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-import time
 from collections import Counter
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 
 from weightcast.errors import ConfigError
 from weightcast.lab.bench.case import order_of
-from weightcast.lab.bench.methods import EngineSide, TrainerSide
-from weightcast.lab.bench.raw import Pipe, chunks
+from weightcast.lab.bench.raw import chunks
 from weightcast.lab.bench.shapes import MODELS, model_shape
 from weightcast.lab.bench.synthetic import Engine, Pattern, key_of
 
@@ -97,39 +94,3 @@ def test_chunks_cover_a_model() -> None:
     assert list(chunks(10, 4)) == [4, 4, 2]
     assert list(chunks(8, 4)) == [4, 4]
     assert list(chunks(3, 4)) == [3]
-
-
-class Nothing:
-    """A method that moves nothing: its engines keep the poison."""
-
-    def __init__(self, side: object) -> None:
-        pass
-
-    def prepare(self) -> None:
-        pass
-
-    def update(self, version: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Later(Nothing):
-    """A method whose engine works on after it said that it is done, until the trainer is told."""
-
-    def __init__(self, side: EngineSide | TrainerSide) -> None:
-        self._side = side
-
-    def update(self, version: int) -> None:
-        (pipe,) = self._side.pipes
-        if isinstance(self._side, TrainerSide):
-            pipe.receive()
-        else:
-            threading.Thread(target=self._work, args=(pipe,)).start()
-
-    def _work(self, pipe: Pipe) -> None:
-        until = time.thread_time() + 0.2
-        while time.thread_time() < until:
-            pass
-        pipe.send("done")
