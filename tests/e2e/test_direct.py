@@ -79,6 +79,7 @@ def in_shared_memory(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:
     return model
 
 
+DIRECT = {"transport": "direct"}
 MEMORY = {"direct_by": "memory"}
 MESSAGES = {"direct_by": "messages"}
 RDMA = {"transport": "rdma"}
@@ -208,9 +209,7 @@ def update_with_a_flipped_bit(url: str, version: int, options: dict, flip: Calla
     restore = flip()
     model = (in_shared_memory if options.get("keep_mapped") else sharded)(version, (2,))
     try:
-        with connect_in_lab(
-            model, [url], transport="direct", bucket_bytes=4 << 20, timeout_s=PATIENCE_S, **options
-        ) as updater:
+        with connect_in_lab(model, [url], bucket_bytes=4 << 20, timeout_s=PATIENCE_S, **(DIRECT | options)) as updater:
             updater.update(version=version)
     except UpdateFailed as error:
         return str(error)
@@ -250,9 +249,7 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
     ServedParts.look = dying
     model = sharded(version, (2,))
     try:
-        with connect_in_lab(
-            model, [url], transport="direct", bucket_bytes=30_000, timeout_s=10.0, **options
-        ) as updater:
+        with connect_in_lab(model, [url], bucket_bytes=30_000, timeout_s=10.0, **(DIRECT | options)) as updater:
             updater.update(version=version)
     except TrainerRankFailed as error:
         return str(error)
@@ -298,12 +295,11 @@ def lose_an_engine(
     with connect_in_lab(
         model,
         urls,
-        transport="direct",
         bucket_bytes=30_000,
         timeout_s=timeout_s,
         on_failure="quarantine",
         progress=kill,
-        **options,
+        **(DIRECT | options),
     ) as updater:
         for version in versions:
             set_shards(model, version)
@@ -470,7 +466,7 @@ def train_and_update(
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[tuple[str, dict[str, str]]] = []
-    with connect_in_lab(model, urls, transport="direct", bucket_bytes=1 << 16, timeout_s=60.0, **options) as updater:
+    with connect_in_lab(model, urls, bucket_bytes=1 << 16, timeout_s=60.0, **(DIRECT | options)) as updater:
         for version in versions:
             tokens = torch.tensor([[5 + version, 17, 3, 29]])
             model(tokens, labels=tokens).loss.backward()
