@@ -283,7 +283,7 @@ class Started:
         """Ends the trainer that there was and starts one."""
         if self.trainer is not None:
             self.trainer.close()
-        family, sizes = shape_of(part.model, tiny=args.tiny)
+        family, sizes = shape_of(args, part.model)
         seen = "0" if part.apart else os.environ.get("CUDA_VISIBLE_DEVICES")
         with environment(CUDA_VISIBLE_DEVICES=seen):
             self.trainer = Trainer(world, family, sizes, "cpu" if args.tiny else "cuda")
@@ -300,17 +300,19 @@ class Started:
             server.close()
 
 
-def shape_of(model: str, *, tiny: bool) -> tuple[str, dict[str, Any]]:
+def shape_of(args: argparse.Namespace, model: str) -> tuple[str, dict[str, Any]]:
     """Family and sizes of a model."""
     family, sizes = MODELS[model]
-    return family, sizes | (TINY if tiny else {}) | (TINY_EXPERTS if tiny and model == "moe" else {})
+    sizes = sizes | (TINY if args.tiny else {}) | (TINY_EXPERTS if args.tiny and model == "moe" else {})
+    # LMDeploy keeps the row of a padding token in its embeddings at zero.
+    return family, sizes | ({"pad_token_id": None} if args.engine == "lmdeploy" else {})
 
 
 def checkpoint_of(args: argparse.Namespace, part: Part) -> Path:
     """The folder that the servers of a part start on, which is written first if it is not there."""
     folder = args.folder / part.model
     if not folder.exists():
-        family, sizes = shape_of(part.model, tiny=args.tiny)
+        family, sizes = shape_of(args, part.model)
         checkpoint(folder, family, sizes, torch.float32 if args.tiny else torch.bfloat16)
     if not part.in_blocks:
         return folder
@@ -623,7 +625,7 @@ def play(run: Run, args: argparse.Namespace, name: str, started: Started, write:
     if name == "8b-lora":
         from benchmarks import vllm_lora
 
-        vllm_lora.play(case, shape_of(part.model, tiny=args.tiny))
+        vllm_lora.play(case, shape_of(args, part.model))
         return
     for world in part.trainers if started.ours else ():
         if world != case.trainer.world:
