@@ -57,6 +57,11 @@ class Case:
     def name(self) -> str:
         return f"{self.kind}, {self.transport}: {self.on}, {self.fault} at {self.step}"
 
+    @property
+    def reads_shards(self) -> bool:
+        """True if engines get each trainer rank's own shards, and nothing is gathered."""
+        return self.transport == "rdma" or self.transport.startswith("direct")
+
 
 def all_cases() -> Iterator[Case]:
     """Yields the cases of the matrix, row by row."""
@@ -74,7 +79,7 @@ def _makes_sense(case: Case) -> bool:
         return case.step == "commit" and KINDS[case.kind].can_tear
     if case.step == "join" and case.transport not in WITH_GROUP:
         return False  # there is no rendezvous
-    if case.on == "gather" and case.transport.startswith("direct"):
+    if case.on == "gather" and case.reads_shards:
         return False  # nothing is gathered
     if case.transport == "direct shards" and case.step in ("first bucket", "last bucket"):
         return False  # all is one bucket
@@ -91,7 +96,7 @@ def _is_played(kind: Kind, case: Case) -> bool:
     """False for cases that another case covers or that the kind does not support."""
     if case.step == "middle bucket":
         return _is_played_half_way(kind, case)
-    if case.transport.startswith("direct") and case.step not in ("join", "first bucket", "last bucket"):
+    if case.reads_shards and case.step not in ("join", "first bucket", "last bucket"):
         return case.fault == "kill"  # a session begins and ends in the same way as over ipc
     if case.fault == "delay" and case.on != "network":
         return False

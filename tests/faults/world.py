@@ -290,7 +290,7 @@ class World:
     def _flip(self, case: Case) -> trainer.Flip | None:
         if case.on not in IN_TRAINER:
             return None
-        where = "direct" if case.on == "memory" and case.transport.startswith("direct") else case.on
+        where = "direct" if case.on == "memory" and case.reads_shards else case.on
         return trainer.Flip(where, self._trap(case).count)
 
     def _strike(self, case: Case) -> Callable[[], None]:
