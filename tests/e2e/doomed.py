@@ -13,11 +13,8 @@ from typing import Any
 from tests.helpers.clock import AMPLE_S
 from tests.helpers.harness import SMALL_BUCKETS, trainer_of
 from weightcast import WeightUpdater
-from weightcast.comm.http import Client
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
-from weightcast.exporters.module import ModuleExporter
-from weightcast.transports import channel
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
 from weightcast.update.head import Head
@@ -40,14 +37,8 @@ def update(urls: list[str], version: int, where: str, number: int, options: dict
     options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": AMPLE_S} | options
     point, _, count = where.partition(":")
 
-    def install() -> None:
-        POINTS[point](int(count or 0), lambda: os.kill(os.getpid(), number))
-
-    if point == "joining":  # which connect does
-        install()
     updater = WeightUpdater.connect(trainer_of(version), urls, **options)
-    if point != "joining":
-        install()
+    POINTS[point](int(count or 0), lambda: os.kill(os.getpid(), number))
     try:
         updater.update(version=version)
     except WeightcastError as error:
@@ -99,48 +90,10 @@ def on_call(count: int, die: Callable[[], None]) -> Callable[..., None]:
     return called
 
 
-def soon(delay_s: float, die: Callable[[], None]) -> None:
-    def do() -> None:
-        time.sleep(delay_s)
-        die()
-
-    threading.Thread(target=do, daemon=True).start()
-
-
-@point
-def opening(milliseconds: int, die: Callable[[], None]) -> None:
-    """While the engines answer Open."""
-    wrap(Client, "lease", before=lambda *_, **__: soon(milliseconds / 1000, die))
-
-
 @point
 def opened(_: int, die: Callable[[], None]) -> None:
     """One engine is open, another may be."""
     wrap(Link, "open", after=on_call(0, die))
-
-
-@point
-def joining(_: int, die: Callable[[], None]) -> None:
-    """The engines wait for the trainer in a group that it never enters."""
-
-    def stay_away(*_: Any, **__: Any) -> UpdateGroup:
-        time.sleep(0.3)
-        die()
-        raise AssertionError
-
-    channel.UpdateGroup = stay_away  # type: ignore[assignment,misc]
-
-
-@point
-def filling(count: int, die: Callable[[], None]) -> None:
-    """The other trainer ranks gather a bucket, and this one does not take part."""
-    wrap(ModuleExporter, "fill", before=on_call(count, die))
-
-
-@point
-def filled(count: int, die: Callable[[], None]) -> None:
-    """A bucket is full, the one before it is under way."""
-    wrap(ModuleExporter, "fill", after=on_call(count, die))
 
 
 @point
@@ -161,21 +114,9 @@ def announced(count: int, die: Callable[[], None]) -> None:
 
 
 @point
-def sent(_: int, die: Callable[[], None]) -> None:
-    """Everything has arrived, nobody has looked whether it is what was sent."""
-    wrap(Head, "_close_all", before=on_call(0, die))
-
-
-@point
 def closed(_: int, die: Callable[[], None]) -> None:
     """Everything has arrived and was proven."""
     wrap(Head, "_close_all", after=on_call(0, die))
-
-
-@point
-def committing(tenths: int, die: Callable[[], None]) -> None:
-    """The engines are committing, or have, or have not begun."""
-    wrap(Link, "commit", before=lambda *_, **__: soon(tenths / 10000, die))
 
 
 @point

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import textwrap
@@ -14,8 +13,7 @@ import torch
 
 from tests.helpers.harness import connect, next_version, serves_whole, trainer_of
 from weightcast import WeightUpdater
-from weightcast.errors import ConfigError, TargetLost, UpdateFailed, WeightcastError
-from weightcast.transports.link import Link
+from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
 
 pytestmark = pytest.mark.deadlines
 GUIDES = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -61,32 +59,6 @@ def test_an_update_without_a_number_says_so_too(fresh):
         with pytest.raises(UpdateFailed, match="cannot connect") as caught:
             updater.update()
         assert rows(caught.value) == [(gone.url, "quarantined", None)]
-
-
-@pytest.mark.parametrize("on_failure", ["raise", "quarantine"])
-def test_an_engine_that_dies_as_it_switches_takes_no_other_with_it(fresh, monkeypatch, on_failure):
-    well, gone = fresh("--local"), fresh("--local")
-    first, second = next_version(), next_version()
-    model = trainer_of(first)
-    with connect(model, [well, gone], on_failure=on_failure, timeout_s=5.0) as updater:
-        updater.update(version=first)
-        model.set_version(second)
-        send = Link.commit
-
-        async def dies(link, *arguments, **named):
-            if link.url != gone.url:
-                return await send(link, *arguments, **named)
-            await asyncio.get_running_loop().run_in_executor(None, gone.close)
-            raise TargetLost(f"{gone.url} closed the connection", url=gone.url)
-
-        monkeypatch.setattr(Link, "commit", dies)
-        if on_failure == "raise":
-            with pytest.raises(UpdateFailed, match=gone.url) as caught:
-                updater.update(version=second)
-            found = {url: version for url, _, version in rows(caught.value)}
-        else:
-            found = {row.url: row.version_after for row in updater.update(version=second).targets}
-        assert found[well.url] == serves_whole(well) == (first if on_failure == "raise" else second)
 
 
 def test_a_model_that_is_not_as_it_was_is_reported_too(fresh):

@@ -42,24 +42,6 @@ from weightcast.update import head
 from weightcast.update.messages import AttemptResult
 from weightcast.wire.bucket import Bucket
 
-IPC_POINTS = [
-    *("opening:0", "opening:2", "opening:6", "opened", "filled:0", "filled:1", "posted:0", "posted:5", "posted:14"),
-    *("sent", "closed", "committing:0", "committing:10", "committing:20", "committing:40", "committed"),
-]
-BROADCAST_POINTS = [
-    *("opened", "joining", "announced:0", "announced:7", "filled:1", "posted:5", "posted:14"),
-    *("closed", "committing:10", "committed"),
-]
-# One of each kind of moment; the others, a bucket or a tensor away from these, are wide.
-OFTEN = {
-    "ipc": {"opening:2", "opened", "filled:1", "posted:5", "closed", "committing:10", "committed"},
-    "broadcast": {"joining", "announced:7", "posted:5", "committing:10"},
-}
-POINTS = [
-    pytest.param(transport, where, marks=() if where in OFTEN[transport] else pytest.mark.wide)
-    for transport, points in {"ipc": IPC_POINTS, "broadcast": BROADCAST_POINTS}.items()
-    for where in points
-]
 pytestmark = pytest.mark.deadlines
 
 SHORT = {"timeout_s": 1.0}
@@ -71,25 +53,6 @@ def die(engines: list[Engine], version: int, where: str, **options: object) -> N
     trainer.join(PATIENCE_S)
     assert trainer.exitcode == -signal.SIGKILL
     trainer.close()
-
-
-@pytest.mark.parametrize(("transport", "where"), POINTS)
-def test_a_killed_trainer_leaves_whole_versions_and_free_engines(engines, transport, where):
-    chosen = [engines.one, engines.two, engines.host]
-    before = {engine.url: serves_whole(engine) for engine in chosen}
-    doomed_version = next_version()
-
-    die(chosen, doomed_version, where, transport=transport)
-
-    # At once: a new trainer does not ask first whether it may.
-    push(chosen[1:], next_version(), transport=transport)
-    untouched = serves_whole(chosen[0])
-    assert untouched in (before[chosen[0].url], doomed_version)
-    if not where.startswith("committ"):
-        assert untouched == before[chosen[0].url]
-    version = next_version()
-    push(chosen, version, transport=transport)
-    assert [serves_whole(engine) for engine in chosen] == [version] * 3
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
@@ -172,20 +135,14 @@ def hit(engine: Engine, what: str) -> None:
             engine.signal(signal.SIGSTOP)
         case "rank 1 killed":
             os.kill(engine.info().ranks[1].pid, signal.SIGKILL)
-        case "rank 1 stopped":
-            os.kill(engine.info().ranks[1].pid, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(
     ("transport", "what"),
     [
         ("ipc", "killed"),
-        ("broadcast", "killed"),
-        pytest.param("ipc", "stopped", marks=pytest.mark.wide),
         ("broadcast", "stopped"),
-        pytest.param("ipc", "rank 1 killed", marks=pytest.mark.wide),
         ("broadcast", "rank 1 killed"),
-        ("broadcast", "rank 1 stopped"),
     ],
 )
 def test_an_engine_that_fails_in_the_middle_is_named_and_the_others_go_on(engines, fresh, transport, what, monkeypatch):
@@ -232,43 +189,6 @@ def test_an_engine_that_fails_in_the_middle_is_named_and_the_others_go_on(engine
     elif what.startswith("rank"):
         assert victim.info().state == "quarantined"
         assert "rank 1" in victim.info().message
-
-
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
-def test_quarantine_goes_on_without_the_engine_that_fails(engines, fresh, transport):
-    spare = fresh("--local")
-    version = next_version()
-    model = trainer_of(version)
-    once: list[int] = []
-
-    def strike(sent: int, total: int) -> None:
-        if sent > total // 3 and not once:
-            once.append(sent)
-            hit(spare, "killed")
-
-    options = {"transport": transport, "timeout_s": 5.0, "on_failure": "quarantine", "progress": strike}
-    with connect(model, [spare, engines.one, engines.two], **options) as updater:
-        report = updater.update(version=version)
-        assert once
-        assert [row.status for row in report.targets] == ["quarantined", "serving", "serving"]
-        assert not report.ok
-        assert spare.url in report.targets[0].message
-        assert serves_whole(engines.one) == serves_whole(engines.two) == version
-
-        # Dead from the start this time; and then it is back.
-        version = next_version()
-        model.set_version(version)
-        report = updater.update(version=version)
-        assert [row.status for row in report.targets] == ["quarantined", "serving", "serving"]
-        assert serves_whole(engines.one) == serves_whole(engines.two) == version
-        spare.close()
-        back = fresh("--local", port=spare.port)
-        assert serves_whole(back) == 0
-        version = next_version()
-        model.set_version(version)
-        report = updater.update(version=version)
-        assert report.ok
-        assert serves_whole(back) == serves_whole(engines.one) == version
 
 
 def test_what_an_earlier_attempt_did_is_reported_when_nobody_is_left(engines, fresh, monkeypatch):
@@ -403,38 +323,8 @@ def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):
     assert serves_whole(engines.one) == version
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
-def test_an_engine_killed_at_the_switch_is_named(engines, fresh, transport, monkeypatch):
-    spare = fresh("--local")
-    before = serves_whole(engines.two)
-    original = Link.commit
-
-    def strike(link: Link, *args: object, **kwargs: object) -> object:
-        if link.url == spare.url:
-            hit(spare, "killed")
-        return original(link, *args, **kwargs)
-
-    monkeypatch.setattr(Link, "commit", strike)
-    version = next_version()
-    spare.url  # noqa: B018  known before it dies
-    with pytest.raises(UpdateFailed, match=spare.url) as caught:
-        push([engines.two, spare], version, transport=transport, timeout_s=60.0)
-    rows = {row.url: row for row in caught.value.report.targets}
-    now = serves_whole(engines.two)
-    assert now == before  # it went back if it had switched
-    assert rows[engines.two.url].status == "untouched"
-    assert rows[engines.two.url].version_after == before
-    # Killed before it was told to switch, or in the middle of that: the connection says which.
-    assert rows[spare.url].status in ("quarantined", "unknown")
-    assert rows[spare.url].version_after is None
-    monkeypatch.undo()
-    push([engines.two], next_version(), transport=transport)
-    serves_whole(engines.two)
-
-
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 @pytest.mark.parametrize("name", ["embed.weight", "layers.2.norm.weight"])
-def test_a_bit_that_flips_on_the_way_is_caught_and_named(engines, transport, name, monkeypatch):
+def test_a_bit_that_flips_on_the_way_is_caught_and_named(engines, name, monkeypatch):
     chosen = [engines.one, engines.two]
     before = [serves_whole(engine) for engine in chosen]
     add = SentDigests.add
@@ -449,11 +339,11 @@ def test_a_bit_that_flips_on_the_way_is_caught_and_named(engines, transport, nam
     version = next_version()
     # Both engines received the same, so the error blames the sender's buffer and neither of them.
     with pytest.raises(UpdateFailed, match=f"has other bytes than the trainer ranks hold, in {name}:") as caught:
-        push(chosen, version, transport=transport)
+        push(chosen, version)
     assert [row.status for row in caught.value.report.targets] == ["untouched"] * 2
     assert [serves_whole(engine) for engine in chosen] == before
     monkeypatch.undo()
-    push(chosen, next_version(), transport=transport)
+    push(chosen, next_version())
     assert serves_whole(engines.one) > version
 
 
@@ -495,61 +385,6 @@ def test_a_place_to_meet_that_is_not_ours_is_an_error_and_leaves_engines_free(en
     assert "rendezvous_host" in (caught.value.hint or "")
     assert engines.one.info().session_owner is None
     assert serves_whole(engines.one) == before
-
-
-def _sharded_and_doomed(urls: list[str], version: int, transport: str, victim: int, how: str) -> str:
-    """Runs one rank of a sharded trainer and returns how its update ended."""
-    model = trainer_of(version)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-    def trouble() -> None:
-        if how != "raises":
-            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-        raise ZeroDivisionError("my own trouble")
-
-    timeout_s = 3.0 if how == "stops" else 10.0
-    dist.barrier()  # ranks may start seconds apart; the deadline is for what comes now
-    try:
-        with WeightUpdater.connect(
-            model, urls, transport=transport, bucket_bytes=30_000, timeout_s=timeout_s
-        ) as updater:
-            if dist.get_rank() == victim:
-                doomed.POINTS["filling"](4, trouble)
-            updater.update(version=version)
-    except (WeightcastError, ZeroDivisionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "updated"
-
-
-@pytest.mark.parametrize(
-    ("transport", "victim", "how"),
-    [
-        *(("ipc", 1, "dies"), pytest.param("ipc", 2, "stops", marks=pytest.mark.wide), ("ipc", 1, "raises")),
-        *(("broadcast", 0, "dies"), ("broadcast", 0, "raises"), ("broadcast", 1, "stops")),
-    ],
-)
-def test_a_rank_of_the_trainer_that_fails_ends_the_update_on_all(engines, transport, victim, how):
-    chosen = [engines.one, engines.two]
-    before = [serves_whole(engine) for engine in chosen]
-    ranks = Ranks(3)
-    try:
-        ranks.start(_sharded_and_doomed, [engine.url for engine in chosen], next_version(), transport, victim, how)
-        for other in {0, 1, 2} - {victim}:
-            said = ranks.answer(other)
-            assert said.startswith("TrainerRankFailed")
-            assert f"trainer rank {victim}" in said
-            if how == "raises":
-                assert "my own trouble" in said
-        if how == "raises":
-            assert ranks.answer(victim) == "ZeroDivisionError: my own trouble"
-    finally:
-        for rank in ranks.processes:
-            rank.kill()
-        ranks.close()
-    assert [serves_whole(engine) for engine in chosen] == before
-    version = next_version()
-    push(chosen, version, transport=transport)
-    assert [serves_whole(engine) for engine in chosen] == [version] * 2
 
 
 def test_two_trainers_do_not_mix(engines):
