@@ -16,7 +16,7 @@ from tests.helpers.clock import PATIENCE_S
 from tests.helpers.harness import ToyTrainer, next_version, on_every_rank, share_memory
 from tests.helpers.ranks import Ranks
 from tests.helpers.toy_engine import toy_weights
-from weightcast import WeightUpdater
+from weightcast.lab.connect import connect
 
 MIB = 1 << 20
 ROWS = 400_000
@@ -31,9 +31,8 @@ def update_large(urls: list[str], versions: list[int], options: dict) -> list[st
     model = ToyTrainer(toy_weights(seed=versions[0], rows=ROWS))
     model.buffer = share_memory(model, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     found: list[str] = []
-    with WeightUpdater.connect(
-        model, urls, transport="direct", timeout_s=PATIENCE_S, bucket_bytes=BUCKET_BYTES, **options
-    ) as updater:
+    chosen = {"transport": "direct", "timeout_s": PATIENCE_S, "bucket_bytes": BUCKET_BYTES} | options
+    with connect(model, urls, **chosen) as updater:
         for version in versions:
             with torch.no_grad():
                 for parameter in model.parameters():
