@@ -68,7 +68,7 @@ def test_memory_of_another_gpu_than_the_message_says_is_refused(monkeypatch):
     monkeypatch.setattr(cuda_driver, "_get_range", get_range)
     monkeypatch.setattr(cuda_driver, "current", lambda device: nullcontext())
     owner, reader = torch.device("cuda", 1), CPU  # this machine has no GPU
-    with pytest.raises(cuda_driver.DriverError, match="lies on cuda:2, and the message says cuda:1"):
+    with pytest.raises(cuda_driver.DriverError, match="is on cuda:2, and the message says cuda:1"):
         cuda_driver.as_tensor(memory.data_ptr(), 2, 8, reader, owner)
     lies_on[0] = 1
     view = cuda_driver.as_tensor(memory.data_ptr(), 2, 8, reader, owner)
