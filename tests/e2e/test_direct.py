@@ -30,7 +30,7 @@ from tests.helpers.harness import (
     share_memory,
     trainer_of,
 )
-from tests.helpers.ranks import Ranks
+from tests.helpers.ranks import Ranks, trainer_jobs
 from tests.helpers.tiny import tiny_model
 from weightcast import ConfigError, UpdateFailed
 from weightcast.comm import nixl
@@ -47,16 +47,8 @@ from weightcast.update.packs import Packs
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Callable[[int], Ranks]]:
     """Trainer jobs of two and four ranks."""
-    started: dict[int, Ranks] = {}
-
-    def job(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield job
-    for ranks in started.values():
-        ranks.close()
+    with trainer_jobs() as job:
+        yield job
 
 
 def sharded(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:

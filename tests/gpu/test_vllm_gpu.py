@@ -251,7 +251,7 @@ def test_forward_passes_are_ordered_behind_the_exchange(
     common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": False}
     with (
         vllm(
-            a, tmp_path / "watched.log", **common, options=[f"--worker-extension-cls=tests.vllm_{way}.Streams"]
+            a, tmp_path / "watched.log", **common, options=[f"--worker-extension-cls=tests.helpers.vllm_{way}.Streams"]
         ) as server,
         vllm(b, tmp_path / "expected.log", **common) as other,
     ):

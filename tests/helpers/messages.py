@@ -145,6 +145,20 @@ EXAMPLES = {
 }
 
 
+INFO = EngineInfo(
+    protocol=1,
+    engine="weightcast 0",
+    model="m",
+    state="serving",
+    version=None,
+    digest=None,
+    tp_size=1,
+    host_id="h",
+    ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
+    staging="host",
+    transports=("ipc",),
+    specs=(SPEC,),
+)
 ANSWERS = [
     Ack(ok=False, error="no", failed_ranks=(1,), cause="group", state="quarantined", version=None, ranks=2),
     Ack(
@@ -168,36 +182,15 @@ ANSWERS = [
         unproven=("y",),
         steps=STEPS,
     ),
-    EngineInfo(
-        protocol=1,
-        engine="weightcast 0",
-        model="m",
-        state="serving",
-        version=None,
-        digest=None,
-        tp_size=1,
-        host_id="h",
-        ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
-        staging="host",
-        transports=("ipc",),
-        specs=(SPEC,),
-    ),
-    EngineInfo(
-        protocol=1,
-        engine="weightcast 0",
-        model="m",
-        state="serving",
-        version=None,
-        digest=None,
+    INFO,
+    msgspec.structs.replace(
+        INFO,
         tp_size=2,
         host_id="",
         ranks=(
             RankInfo(rank=0, pid=1, device="cpu", host_id="a", host="alpha"),
             RankInfo(rank=1, pid=1, device="cpu", host_id="b"),
         ),
-        staging="host",
-        transports=("ipc",),
-        specs=(SPEC,),
     ),
 ]
 

@@ -6,7 +6,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -87,6 +88,25 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def trainer_jobs() -> Generator[Callable[[int], Ranks]]:
+    """Trainer jobs by their number of ranks, started when first asked for; one that is of no use is replaced."""
+    started: dict[int, Ranks] = {}
+
+    def job(world_size: int) -> Ranks:
+        if world_size in started and started[world_size].broken:
+            started.pop(world_size).close()
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    try:
+        yield job
+    finally:
+        for ranks in started.values():
+            ranks.close()
 
 
 def _serve(

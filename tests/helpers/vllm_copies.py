@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from tests.helpers.vllm_streams import Streams as Streams
-from weightcast.plugins.vllm import weights_pool, worker
+from weightcast.plugins.vllm import weights_pool
 
-worker.maps_weights = weights_pool.maps_weights = lambda vllm_config: False
+weights_pool.maps_weights = lambda vllm_config: False

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.helpers.exports import CPU
-from tests.helpers.ranks import Ranks
+from tests.helpers.ranks import trainer_jobs
 from tests.helpers.source_sums import summed
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import tensor_digest
@@ -27,16 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8
 
 @pytest.fixture(scope="module")
 def jobs():
-    started: dict[int, Ranks] = {}
-
-    def job(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield job
-    for ranks in started.values():
-        ranks.close()
+    with trainer_jobs() as job:
+        yield job
 
 
 def connected() -> TrainerGroup:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.helpers.exports import CPU, export
-from tests.helpers.ranks import Ranks, allocate_slots
+from tests.helpers.ranks import Ranks, allocate_slots, trainer_jobs
 from tests.helpers.tiny_module import Tiny, expected, reference_logprobs
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError, TrainerRankFailed
@@ -26,25 +25,6 @@ from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets
-
-
-@contextmanager
-def trainer_jobs():
-    """Trainer jobs of 1, 2 and 4 ranks, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def job(world_size: int) -> Ranks:
-        if world_size in started and started[world_size].broken:
-            started.pop(world_size).close()
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    try:
-        yield job
-    finally:
-        for ranks in started.values():
-            ranks.close()
 
 
 @pytest.fixture(scope="module")
