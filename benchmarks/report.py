@@ -439,8 +439,11 @@ def _conformance() -> str:
 
 
 def _readme() -> list[Row]:
-    rows = {"same GPU": same_gpu(), "other GPU": apart()}
-    return [replace(row, title=f"{where}: {row.title}") for where, group in rows.items() for row in group]
+    return [
+        *(replace(row, title=f"same GPU: {row.title}") for row in same_gpu()),
+        laboratory("other GPU, laboratory: Qwen3-8B, 16 GB", "disaggregated-1+1-8b"),
+        laboratory("other GPU, laboratory: Qwen3-30B-A3B, 61 GB", "disaggregated-1+1-30b"),
+    ]
 
 
 TABLES: dict[str, Callable[[], str]] = {
