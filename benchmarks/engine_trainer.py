@@ -5,7 +5,8 @@ set for each seed and number of ranks.  ``checkpoint`` writes a folder that an e
 of its weights are holes of the file, so the first update has to come before the first answer means anything.
 
 The engines' own senders run in the same processes on the same shards: ``send_by_vllm`` is vLLM's packed ``ipc``,
-``send_by_sglang`` are SGLang's flattened buckets.  Each rank makes each tensor whole and hands it out on its own GPU.
+``send_by_vllm_nccl`` its packed broadcast to another GPU, and ``send_by_sglang`` are SGLang's flattened buckets.  Each
+rank makes each tensor whole and hands it out on its own GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +234,12 @@ class Rank:
     def import_vllm(self, site: str) -> None:
         """Imports what ``send_by_vllm`` needs from a folder; this Python's own packages go first."""
         sys.path.append(site)
-        from vllm.distributed.weight_transfer import ipc_engine  # pyright: ignore[reportMissingImports]
+        from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
+            ipc_engine,
+            nccl_engine,
+        )
 
-        self._vllm = ipc_engine
+        self._vllm, self._vllm_nccl = ipc_engine, nccl_engine
 
     def send_by_vllm(self, url: str, seeds: Sequence[int], gap_s: float) -> list[dict[str, float]]:
         """vLLM's own sequence for each seed: pause, start, packed buffers, finish, resume."""
@@ -251,6 +256,35 @@ class Rank:
             self._post(url, "/finish_weight_update")
 
         return self._rounds(url, seeds, gap_s, pause="/pause?mode=keep", send=send, resume="/resume")
+
+    def send_by_vllm_nccl(self, url: str, seeds: Sequence[int], gap_s: float) -> list[dict[str, float]]:
+        """The same sequence into a server of one rank on another GPU: vLLM's packed broadcast."""
+        address = {"master_address": "127.0.0.1", "master_port": quiet_port(), "world_size": 2}
+        tensors = [*self.whole()]
+        told = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "packed": True,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(
+                self._post, url, "/init_weight_transfer_engine", {"init_info": {**address, "rank_offset": 1}}
+            )
+            arguments = self._vllm_nccl.NCCLTrainerSendWeightsArgs(
+                group=self._vllm_nccl.NCCLWeightTransferEngine.trainer_init(address), packed=True
+            )
+            joined.result()
+
+            def send() -> None:
+                self._post(url, "/start_weight_update", {})
+                received = pool.submit(self._post, url, "/update_weights", {"update_info": told})
+                self._vllm_nccl.NCCLWeightTransferEngine.trainer_send_weights(self.whole(), arguments)
+                received.result()
+                self._sync()
+                self._post(url, "/finish_weight_update")
+
+            return self._rounds(url, seeds, gap_s, pause="/pause?mode=keep", send=send, resume="/resume")
 
     def import_sglang(self, site: str) -> None:
         """Imports what ``send_by_sglang`` needs from a folder; this Python's own packages go first."""

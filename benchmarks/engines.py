@@ -50,7 +50,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +167,7 @@ class Part:
 _ONE = {"8b": Part(), "moe": Part(model="moe")}
 _ONLINE = ("--quantization=fp8",)
 _TWICE = "the sender's figures for one engine are in the other parts"
-_APART = {
-    "apart": Part(gpus=2, apart=True, not_with="it sends from the same GPU"),
-    "apart-moe": Part(model="moe", gpus=2, apart=True, not_with="it sends from the same GPU"),
-}
+_APART = {"apart": Part(gpus=2, apart=True), "apart-moe": Part(model="moe", gpus=2, apart=True)}
 _PAIR: dict[str, Any] = {"trainers": (2,), "gpus": 2}
 _TWO = Part(engines=2, trainers=(2, 1), gpus=2, not_with=_TWICE)
 PARTS: dict[str, dict[str, Part]] = {
@@ -188,7 +185,7 @@ PARTS: dict[str, dict[str, Part]] = {
     },
     "sglang": _ONE
     | {
-        **_APART,
+        **{name: replace(part, not_with="it is not measured") for name, part in _APART.items()},
         "tp2": Part(tp=2, **_PAIR),
         "moe2": Part(model="moe", tp=2, **_PAIR),
         "two": _TWO,
@@ -353,6 +350,7 @@ def launch(args: argparse.Namespace, name: str, model: Path, gpu: int, *, ours: 
         options += own.split()
         if part.apart:
             more["CUDA_VISIBLE_DEVICES"] = "1"
+            options += [] if ours else ['--weight-transfer-config={"backend": "nccl"}']
         elif gpu and args.engine == "vllm":  # the other GPU stays visible: its memory is mapped
             more["CUDA_VISIBLE_DEVICES"] = "1,0"
         elif gpu:
@@ -581,12 +579,13 @@ class Case:
     def sender(self, ships: Server) -> None:
         """The engine's own sender into the server as it ships: idle, then with streams."""
         name = {"vllm": "vLLM", "sglang": "SGLang"}[self.args.engine]
-        for streams in (0, self.args.streams):
+        method = f"send_by_{self.args.engine}{'_nccl' if self.part.apart else ''}"
+        for streams in (0,) if self.part.apart else (0, self.args.streams):
             what = f"{name}'s own sender, {f'{streams} streams' if streams else 'idle'}"
             with ExitStack() as stack:
                 clients = stack.enter_context(self.streams("in_place", [ships])) if streams else []
                 with self.run.step(what) as kept:
-                    said = self.trainer.call(f"send_by_{self.args.engine}", ships.url, self.seeds(), 0.5)[0]
+                    said = self.trainer.call(method, ships.url, self.seeds(), 0.5)[0]
                     kept["update_s"] = [round(each["ended"] - each["began"], 4) for each in said]
                     kept["paused_s"] = [round(each["sent"] - each["paused"], 4) for each in said]
                 for each in clients:
