@@ -156,18 +156,12 @@ def lmdeploy(title: str, case: str) -> Row:
     return Row(title=title, ours=found["seconds"], files=("gpu-lmdeploy-receiver-h200",), stall=found["stall_s"])
 
 
-def other_gpu(title: str, test: str, ours: str, stock: str, theirs: str) -> Row:
-    """Makes a row from tests that push to vLLM on another GPU; the limit is the rate of a broadcast of 1 GiB."""
-    mine = read(ours)["tests"][test]
-    return Row(
-        title=title,
-        ours=statistics.median(mine["seconds"][-10:]),
-        files=(ours, theirs, "limits-2"),
-        limit=mine["bytes"] / 1e9 / read("limits-2")["gb_per_s"]["broadcast 1024 MiB"],
-        other=statistics.median(read(theirs)["tests"][stock]["seconds"][-10:]),
-        by="vLLM's own NCCL backend",
-        stall=statistics.median(mine["stall_s"][-10:]),
-    )
+def other_gpu(title: str, case: str, *files: str) -> Row:
+    """Makes a row from a run of ``engines.py`` between two GPUs; the limit is the rate of a broadcast of 1 GiB."""
+    step = "broadcast, idle, in_place"
+    size = _steps(read(files[0]), case, step)[0]["bytes"]
+    limit = size / 1e9 / read("limits-2")["gb_per_s"]["broadcast 1024 MiB"]
+    return replace(engine(title, case, step, *files), limit=limit, files=(*files, "limits-2"))
 
 
 def laboratory(title: str, *files: str, profile: str = "") -> Row:
@@ -223,15 +217,7 @@ def same_gpu() -> list[Row]:
 
 
 def apart() -> list[Row]:
-    return [
-        other_gpu(
-            "vLLM 0.25.1, a Llama of 1.8 GB",
-            "test_an_updated_engine_answers_as_one_started_on_the_weights[vllm plug-in nccl, tp1, eager]",
-            "gpu-vllm-plugin-2xh200",
-            "test_an_updated_engine_answers_as_one_started_on_the_weights[vllm stock nccl, tp1, graphs]",
-            "gpu-vllm-nccl-2xh200",
-        )
-    ]
+    return [other_gpu("vLLM 0.25.1, Qwen3-8B, 16 GB", "apart", "gpu-vllm-8b-apart-2xh200")]
 
 
 def more_engines() -> list[Row]:
@@ -441,15 +427,14 @@ def _conformance() -> str:
 def _readme() -> list[Row]:
     return [
         *(replace(row, title=f"same GPU: {row.title}") for row in same_gpu()),
-        laboratory("other GPU, laboratory: Qwen3-8B, 16 GB", "disaggregated-1+1-8b"),
-        laboratory("other GPU, laboratory: Qwen3-30B-A3B, 61 GB", "disaggregated-1+1-30b"),
+        *(replace(row, title=f"other GPU: {row.title}") for row in apart()),
     ]
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme": lambda: _limits(_readme(), "engine's own sender, ms", linked=False),
     "same-gpu": lambda: _limits(same_gpu(), "engine's own sender, ms"),
-    "other-gpu": lambda: _limits(apart(), "vLLM's own NCCL backend, ms"),
+    "other-gpu": lambda: _limits(apart(), "engine's own sender, ms"),
     "more-engines": lambda: _limits(more_engines(), "engine's own sender, ms"),
     "streams": lambda: _loads(streams()),
     "streams-vllm": lambda: _loads([row for row in streams() if row.title.startswith("vLLM")][:4], linked=False),
