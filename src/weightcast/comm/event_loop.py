@@ -134,9 +134,11 @@ def keep(end: socket.socket) -> None:
     _running.sockets.add(end)
 
 
-def open_sockets() -> int:
-    """How many sockets were given to ``keep`` and are open; on the loop's thread only."""
-    return 0 if _running is None else len(_running.sockets)
+def more_open_than(most: int) -> bool:
+    """True if more than ``most`` sockets were given to ``keep`` and are open; on the loop's thread only."""
+    if _running is None or len(_running.sockets) <= most:
+        return False
+    return sum(end.fileno() >= 0 for end in _running.sockets) > most
 
 
 def keep_session(session: _Session) -> _Session:

@@ -19,8 +19,16 @@ import aiohttp
 from yarl import URL
 
 from weightcast.comm import event_loop
-from weightcast.comm.http_session import Asking, asks, new_session, shared
-from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
+from weightcast.comm.http_session import (
+    Asking,
+    Malformed,
+    abort_connections,
+    asks,
+    hangs_up_after_handshake,
+    new_session,
+    shared,
+)
+from weightcast.comm.tls import client_context, client_distrusted, tls_trouble
 from weightcast.config import Target
 from weightcast.errors import (
     ConfigError,
@@ -95,7 +103,7 @@ class Client:
         """Posts JSON bytes and returns the body of the answer.
 
         ``timeout_s`` is one deadline for name resolution, connecting, sending and the whole answer; None takes the
-        client's.
+        client's.  Connecting takes at most 10 s of it.  Over TLS, finding out why a connection broke can take 2 s more.
 
         Raises:
             TargetUnreachable: Nothing listens there, the name does not resolve, or one end does not trust the other.
@@ -121,8 +129,8 @@ class Client:
 
     async def lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
         """As ``open_lease``."""
-        frame, stream = await self._ask("POST", path, body, timeout_s, lease=True)
-        return frame, Lease(stream)
+        frame, asking = await self._ask("POST", path, body, timeout_s, lease=True)
+        return frame, Lease(asking)
 
     @property
     def closed(self) -> bool:
@@ -130,7 +138,10 @@ class Client:
         return self._closed
 
     def close(self) -> None:
-        """Closes every connection, also under requests and leases."""
+        """Closes every connection, also under requests and leases, which end at once.
+
+        A request that is still connecting ends when it has connected, or at its deadline.
+        """
         self._closed = True
         if self._loop is not None:
             event_loop.call(self._end_session, self._loop)
@@ -143,6 +154,7 @@ class Client:
     def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
+            abort_connections(session)
             event_loop.end_session(session)
 
     async def _ask(
@@ -154,7 +166,7 @@ class Client:
         *,
         lease: bool = False,
         at_once: bool = False,
-    ) -> tuple[bytes, aiohttp.ClientResponse]:
+    ) -> tuple[bytes, Asking]:
         """Sends a request; returns the body of a good answer, or with ``lease`` the first frame of its open stream."""
         if self._closed:
             raise RuntimeError(f"{self.target.url}: this client is closed")
@@ -169,7 +181,7 @@ class Client:
         if url is None:
             url = self._urls[path] = URL(f"{self._base}{path}", encoded=True)
         here = shared()
-        reusable = False
+        kept = False
         try:
             if timeout_s.left_s() <= 0:
                 raise TimeoutError
@@ -177,24 +189,20 @@ class Client:
                 asking.has_room = True
                 if self.closed:  # since ``close``, while this request waited
                     raise _NoAnswer("this client is closed")
-                response = await self._session.request(method, url, data=data, allow_redirects=False)
-                kept = False
-                try:
-                    answer = await self._read(response, frame=lease)
-                    # When a route raises, uvicorn answers and closes the connection a moment later without notice.
-                    # The next request on that connection would be lost.
-                    reusable = response.status < _SERVER_FAILED and (lease or not here.full)
-                    self._check(response, method, path, answer)
-                    kept = lease
-                finally:
-                    if not kept:
-                        response.close()
+                asking.response = response = await self._session.request(method, url, data=data, allow_redirects=False)
+                # When a route raises, uvicorn answers and closes the connection a moment later without notice.
+                # The next request on that connection would be lost.
+                if response.status >= _SERVER_FAILED or (here.full and not lease):
+                    asking.use_no_more()
+                answer = await self._read(response, frame=lease)
+                self._check(response, method, path, answer)
+                kept = lease
         except (aiohttp.ClientError, OSError, _NoAnswer) as error:  # a TimeoutError is an OSError
             raise await self._failure(method, path, timeout_s, asking, error) from error
         finally:
-            if not reusable and asking.transport is not None:
-                asking.transport.close()
-        return answer, response
+            if not kept:
+                asking.end()
+        return answer, asking
 
     async def _read(self, response: aiohttp.ClientResponse, *, frame: bool) -> bytes:
         """Reads the body; with ``frame``, the first frame of a good one: a 4-byte big-endian length and its bytes."""
@@ -219,7 +227,8 @@ class Client:
                     raise TargetLost(f"{url} answered with more than {_MAX_REPLY_BYTES} bytes", url=url)
         except (asyncio.IncompleteReadError, aiohttp.ClientPayloadError) as error:
             came = "" if frame else f", after {size} bytes"
-            raise _NoAnswer(f"the answer ended early{came}") from error
+            why = f": {shown(str(error))}" if isinstance(error, Malformed) else ""
+            raise _NoAnswer(f"the answer ended early{came}{why}") from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _check(self, response: aiohttp.ClientResponse, method: str, path: str, answer: bytes) -> None:
@@ -252,6 +261,8 @@ class Client:
     ) -> WeightcastError:
         """Makes the error for a request that got no answer."""
         url = self.target.url
+        if self._closed:
+            return TargetLost(f"{url}: {method} {path} ended because this client is closed", url=url)
         trouble = tls_trouble(error, has_certificate=self.target.cert_file is not None)
         if trouble is not None:
             return TargetUnreachable(f"{url}: {trouble[0]}", url=url, hint=trouble[1])
@@ -273,7 +284,9 @@ class Client:
         hint = None
         if self._trust is None:
             hint = "if the engine speaks TLS, write https:// in its URL"  # such a server hangs up on plain HTTP
-        elif await hangs_up_after_handshake(self._host, self._port, self._trust, deadline=Deadline(_DIAGNOSIS_S)):
+        elif asking.peer is not None and await hangs_up_after_handshake(
+            asking.peer, self._host, self._trust, deadline=Deadline(_DIAGNOSIS_S)
+        ):
             words, hint = client_distrusted(has_certificate=self.target.cert_file is not None)
             return TargetUnreachable(f"{url}: {words}", url=url, hint=hint)
         return TargetLost(f"{url}: the connection broke during {method} {path}: {self._why(error)}", url=url, hint=hint)
@@ -301,9 +314,9 @@ def _number(error: BaseException | None) -> int | None:
 class Lease:
     """An answer whose stream stays open until ``close``."""
 
-    def __init__(self, stream: aiohttp.ClientResponse) -> None:
+    def __init__(self, asking: Asking) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stream = stream
+        self._asking = asking
         self._closed = False
         shared().streams += 1
 
@@ -314,7 +327,7 @@ class Lease:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._stream.close()
+            self._asking.end()
             shared().streams -= 1
 
     def __del__(self) -> None:

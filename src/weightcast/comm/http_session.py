@@ -2,6 +2,8 @@
 
 - Forked processes close their copies of its sockets (``event_loop``).
 - A connection that the server has closed meanwhile is not used again: aiohttp repeats no POST.
+- A connection that is not used again is aborted: closing it would wait for the rest of a request to be sent.
+- Bytes in the middle of an answer that are no HTTP end it: aiohttp lets its reader wait.
 - A look-up of a name has a thread of its own, which no deadline and no end of the interpreter waits for.
 - All sessions together have a bound on requests under way and on idle connections.
 """
@@ -16,16 +18,20 @@ import ssl
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.client_reqrep import ClientRequest
 from aiohttp.connector import Connection
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.tracing import Trace
 
 from weightcast.comm import event_loop
+from weightcast.runtime.deadline import Deadline
 
 # Shorter than servers keep a connection (uvicorn: 5 s).  A request on a connection that the server is closing is lost.
 _KEEP_ALIVE_S = 2.0
@@ -40,10 +46,36 @@ _Name = tuple[str, int]
 
 @dataclass(slots=True)
 class Asking:
-    """How far one request has come; ``transport`` is None until it has a connection."""
+    """How far one request has come; ``transport`` is None until it has a connection.
+
+    ``peer`` is the address at the connection's other end.
+    """
 
     has_room: bool = False
     transport: asyncio.Transport | None = None
+    peer: Any = None
+    protocol: ResponseHandler | None = None
+    response: aiohttp.ClientResponse | None = None
+    _last: bool = False
+
+    def use_no_more(self) -> None:
+        """Lets no other request have the connection; to be called before anything of the answer's body is read."""
+        self._last = True
+        if self.protocol is not None:
+            self.protocol.force_close()
+
+    def end(self) -> None:
+        """Aborts the connection, unless the answer was whole: then another request may have it already."""
+        response = self.response
+        if self.transport is not None and (self._last or response is None or response.connection is not None):
+            self.transport.abort()
+        if response is not None:
+            response.close()
+            self.response = None  # the connection's owner keeps this object, and need not keep the answer
+
+
+class Malformed(aiohttp.ClientPayloadError):
+    """Something in the body of an answer is no HTTP; the error's text says what."""
 
 
 _asking: ContextVar[Asking] = ContextVar("_asking")
@@ -72,6 +104,40 @@ def new_session(headers: dict[str, str], trust: ssl.SSLContext | None) -> aiohtt
     )
 
 
+def abort_connections(session: aiohttp.ClientSession) -> None:
+    """Ends every connection of ``new_session``, used or idle, without a wait for what is unsent."""
+    assert isinstance(session.connector, _Connector)
+    session.connector.abort()
+
+
+async def hangs_up_after_handshake(peer: Any, host: str, trust: ssl.SSLContext, *, deadline: Deadline) -> bool:
+    """Returns True if the server at the address ``peer`` closes a connection before any request.
+
+    From TLS 1.3 on a client learns only after the handshake that its certificate is refused, and Python's servers hang
+    up without an alert.  A server that accepts the client waits for a request instead.
+    """
+    end = _new_socket((socket.AF_INET6 if len(peer) == 4 else socket.AF_INET, socket.SOCK_STREAM, 0))
+    try:
+        async with event_loop.Limited(deadline):
+            end.setblocking(False)
+            try:
+                await asyncio.get_running_loop().sock_connect(end, peer)
+            except BaseException:
+                end.close()
+                raise
+            reader, writer = await asyncio.open_connection(sock=end, ssl=trust, server_hostname=host)
+            try:
+                return not await reader.read(1)
+            finally:
+                writer.transport.abort()
+    except (TimeoutError, ConnectionRefusedError):
+        return False
+    except (ssl.SSLError, ConnectionError):
+        return True
+    except OSError:
+        return False
+
+
 def asks() -> Asking:
     """Starts the state of a request, for the task that sends it."""
     asking = Asking()
@@ -91,19 +157,38 @@ class _Connector(aiohttp.TCPConnector):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._used = WeakSet[asyncio.Transport]()
+        self._used: dict[ResponseHandler, Asking] = {}  # the connections that are open, and the last request on each
 
     async def connect(self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout) -> Connection:
         while True:
             connection = await super().connect(req, traces, timeout)
-            transport = connection.transport
-            if transport is None or transport not in self._used or _quiet(transport):
+            protocol, transport = connection.protocol, connection.transport
+            if transport is None or protocol is None:
+                return connection
+            if protocol not in self._used or _quiet(transport):
                 break
             connection.close()
-        if transport is not None:
-            self._used.add(transport)
-            _asking.get().transport = transport
+        asking = _asking.get()
+        asking.transport, asking.protocol = transport, protocol
+        asking.peer = transport.get_extra_info("peername")
+        if protocol not in self._used and protocol.closed is not None:
+            protocol.closed.add_done_callback(partial(self._lost, protocol))
+        self._used[protocol] = asking
         return connection
+
+    def abort(self) -> None:
+        for asking in self._used.values():
+            assert asking.transport is not None
+            asking.transport.abort()
+
+    def _lost(self, protocol: ResponseHandler, closed: asyncio.Future[None]) -> None:
+        # Ends the answer that was under way, which aiohttp does not do for a malformed chunk.
+        closed.exception()  # asyncio logs one that nobody has looked at
+        response = self._used.pop(protocol).response
+        if response is not None and not response.content.is_eof() and response.content.exception() is None:
+            error = protocol.exception()
+            words = error.message if isinstance(error, HttpProcessingError) else error
+            response.content.set_exception(Malformed(words))
 
 
 def _quiet(transport: asyncio.Transport) -> bool:
@@ -183,7 +268,7 @@ class _Shared:
     @property
     def full(self) -> bool:
         """True if no idle connection should be kept."""
-        return event_loop.open_sockets() - self.streams > self.most
+        return event_loop.more_open_than(self.most + self.streams)
 
 
 def most_requests() -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 
-from weightcast.comm.event_loop import Limited
 from weightcast.errors import ConfigError
-from weightcast.runtime.deadline import Deadline
 
 # OpenSSL's numbers (X509_V_ERR_...), for which Python has no names.
 _DISTRUST = (
@@ -83,27 +80,6 @@ def client_distrusted(*, has_certificate: bool) -> tuple[str, str]:
         "it does not accept the client certificate",
         "use one that has not expired, of the authority that the engine was started with (--tls-client-ca)",
     )
-
-
-async def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, deadline: Deadline) -> bool:
-    """Returns True if the server closes a connection before any request.
-
-    From TLS 1.3 on a client learns only after the handshake that its certificate is refused, and Python's servers hang
-    up without an alert.  A server that accepts the client waits for a request instead.
-    """
-    try:
-        async with Limited(deadline):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            try:
-                return not await reader.read(1)
-            finally:
-                writer.transport.abort()
-    except (TimeoutError, ConnectionRefusedError):
-        return False
-    except (ssl.SSLError, ConnectionError):
-        return True
-    except OSError:
-        return False
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:

@@ -129,7 +129,29 @@ def test_closing_the_client_ends_the_requests_under_way(silent: socket.socket) -
         assert end.recv(65536)
         client.close()
         assert end.recv(65536) == b""
-    assert "the connection broke during GET /x" in str(asked.exception(PATIENCE_S))
+    assert "GET /x ended because this client is closed" in str(asked.exception(PATIENCE_S))
+
+
+def test_closing_the_client_ends_a_request_that_the_engine_does_not_read(silent: socket.socket) -> None:
+    client = client_of(silent)
+    (asked,) = event_loop.submit([client.post("/x", b"x" * (64 << 20), timeout_s=10 * PATIENCE_S)])
+    with silent.accept()[0] as end:
+        assert end.recv(1000)
+        client.close()
+        assert "POST /x ended because this client is closed" in str(asked.exception(PATIENCE_S))
+
+
+def test_closed_sockets_do_not_count_as_open() -> None:
+    async def counts() -> tuple[bool, bool]:
+        ends = [socket.socket() for _ in range(1000)]
+        for end in ends:
+            event_loop.keep(end)
+        before = event_loop.more_open_than(999)
+        for end in ends:
+            end.close()
+        return before, event_loop.more_open_than(999)
+
+    assert event_loop.run(counts()) == (True, False)
 
 
 def test_lease_that_is_dropped_is_closed(silent: socket.socket) -> None:

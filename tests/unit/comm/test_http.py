@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from tests.helpers.clock import PATIENCE_S
-from weightcast.comm import http, http_session
+from tests.helpers.clock import PATIENCE_S, wait_until
+from weightcast.comm import event_loop, http, http_session
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
@@ -266,6 +268,110 @@ def test_deadline_ends_a_request_that_the_server_does_not_read():
         error = error_of(lambda: client.post_json("/x", b"x" * (64 << 20)))
         client.close()
     assert isinstance(error, DeadlineExceeded), error
+
+
+_LARGE = b"x" * (64 << 20)  # more than the kernel takes from a sender whose receiver does not read
+
+
+@pytest.fixture
+def handed_over_whole(monkeypatch):
+    """The client holds all of a large body that the kernel does not take."""
+    monkeypatch.setattr(http, "_WHOLE_BYTES", len(_LARGE))
+
+
+@pytest.mark.usefixtures("handed_over_whole")
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_body_of_a_request_that_failed_does_not_arrive_later():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=1.0)
+        assert isinstance(error_of(lambda: client.post_json("/x", _LARGE)), DeadlineExceeded)
+        end, _ = listener.accept()
+        end.settimeout(PATIENCE_S)
+        came = 0
+        with end, suppress(ConnectionResetError):
+            while part := end.recv(1 << 20):
+                came += len(part)
+        assert came < len(_LARGE)
+        client.close()
+
+
+@pytest.mark.usefixtures("handed_over_whole")
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+@pytest.mark.parametrize("status", [413, 500])
+def test_early_refusal_leaves_no_socket_behind(status):
+    """The server answers before it has read the request, and never reads the rest."""
+
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as ends:
+        client = Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=PATIENCE_S)
+        event_loop.run(asyncio.sleep(0))
+        before = files()
+        for _ in range(3):
+            (asked,) = event_loop.submit([client.post("/x", _LARGE)])
+            end = ends.enter_context(listener.accept()[0])
+            end.recv(1000)
+            end.sendall(answer(status, b"no"))
+            with pytest.raises(TargetRejected, match=f"status {status}: no"):
+                asked.result(PATIENCE_S)
+        wait_until(lambda: files() <= before + 3, "the client's ends of the three connections to be closed")
+        client.close()
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_connection_of_a_failure_is_given_to_no_other_request_while_its_body_comes(turns):
+    began, ends = threading.Event(), threading.Event()
+
+    def talk(end: socket.socket, body: bytes) -> None:
+        if body == b"other":
+            end.sendall(answer(200, b"fine"))
+            return
+        whole = answer(500, b"Internal Server Error")
+        end.sendall(whole[:-5])
+        began.set()
+        assert ends.wait(PATIENCE_S)
+        end.sendall(whole[-5:])
+        end.recv(65536)  # what comes now is lost
+        raise ConnectionError
+
+    async def both(client: Client) -> list[object]:
+        failing = asyncio.create_task(client.post("/apply", b"{}"))
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        ends.set()
+        time.sleep(0.1)  # the rest of the body waits in the socket
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return await asyncio.gather(failing, client.post("/apply", b"other"), return_exceptions=True)
+
+    with talking(talk) as (client, _):
+        failed, other = event_loop.run(both(client))
+        assert isinstance(failed, TargetRejected)
+        assert other == b"fine"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"5\r\nhello\r\nZZ\r\n", "ended early, after 5 bytes: Invalid character in chunk size"),
+        (b"5\r\nhello\r\n5\r\nhelloXX", "ended early, after 10 bytes: Expected LF after chunk data"),
+    ],
+    ids=["size", "end"],
+)
+def test_malformed_chunk_after_a_good_one_is_explained_at_once(body, words):
+    def talk(end: socket.socket, _: bytes) -> None:
+        end.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body[:8])
+        time.sleep(0.05)
+        end.sendall(body[8:])
+        end.recv(1)  # the connection stays open
+
+    with talking(talk, timeout_s=10 * PATIENCE_S) as (client, _):
+        error = error_of(lambda: client.post_json("/x", b"{}"))
+        assert isinstance(error, TargetLost), error
+        assert words in str(error)
+        assert str(error).isprintable()
 
 
 def test_deadline_ends_a_handshake_without_an_answer():
