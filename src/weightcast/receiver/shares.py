@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -140,7 +140,8 @@ class Shares:
             receives = _receives(plan, received)
         passes = [Move(relay.downstream, whole)] if relay.downstream and plan.size_bytes else []
         what = f"bucket {layout.index}"
-        room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
+        with _left_on_failure(room):
+            room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
         arrived = time.monotonic()
         self.loader.load_scattered([received], plan.copies, summed=summed)
         wait_for_streams(self.device)
@@ -161,7 +162,8 @@ class Shares:
             raise Refused(f"bucket {layout.index} has parts that are in no memory of this host, and names no group")
         if receives:
             assert source.group is not None
-            self.groups.receive(source.group, receives, what=f"bucket {layout.index}", timeout_s=timeout_s)
+            with _left_on_failure(room):
+                self.groups.receive(source.group, receives, what=f"bucket {layout.index}", timeout_s=timeout_s)
         if interrupted():
             raise Refused("interrupted")
         arrived = time.monotonic()
@@ -207,6 +209,16 @@ class Shares:
         passing, room.passing = room.passing, None
         if passing is not None:
             self.groups.finish(passing, timeout_s=timeout_s)
+
+
+@contextmanager
+def _left_on_failure(room: _Room) -> Generator[None]:
+    """Takes other memory after a failed receive: gloo may go on writing to this, which it keeps alive."""
+    try:
+        yield
+    except BaseException:
+        room.data = room.data.new_empty(0)
+        raise
 
 
 def _receives(plan: ExchangePlan, received: torch.Tensor) -> list[Move]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
+import types
 from collections.abc import Callable
 
 import msgspec
@@ -201,6 +202,19 @@ def test_engine_without_the_http_client_says_what_to_install(monkeypatch):
             source.read(message, rank=0, layout="0" * 32, timeout_s=PATIENCE_S)
     assert caught.value.hint == "pip install aiohttp in the engine's environment"
     source.close()
+
+
+def test_engine_with_an_unfit_http_client_says_what_to_install(monkeypatch):
+    unfit = types.ModuleType("aiohttp")  # an old one lacks names that we import
+    for name in [name for name in sys.modules if name.startswith(("weightcast.comm.http", "aiohttp."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiohttp", unfit)
+    monkeypatch.setitem(sys.modules, "aiohttp.abc", types.ModuleType("aiohttp.abc"))
+    source = PeerSource()
+    message = Fetch(session="0" * 32, index=0, peer=PeerEngine(url=URL), version=1, digest="f" * 16)
+    with pytest.raises(EngineFailure, match=rf"{URL} for a chunk: cannot import name") as caught:
+        source.read(message, rank=0, layout="0" * 32, timeout_s=PATIENCE_S)
+    assert caught.value.hint == "pip install aiohttp in the engine's environment"
 
 
 def test_key_of_a_peer_is_in_no_text():

@@ -147,6 +147,22 @@ def test_memory_is_freed_although_the_next_rank_of_the_chain_has_died():
     assert not shares._rooms
 
 
+def test_memory_of_a_failed_receive_is_not_received_into_again():
+    groups, shares = shares_of(Relay(3, 0))
+    into: list[torch.Tensor] = []
+
+    def receive(name: str, receives: list[Move], *_: object, **__: object) -> None:
+        into.append(receives[0].data)
+        if len(into) == 1:
+            raise GroupFailed("the peer is gone")
+
+    groups.receive = receive  # type: ignore[method-assign]
+    with pytest.raises(GroupFailed):
+        take(shares, 8)
+    take(shares, 8)
+    assert into[0].data_ptr() != into[1].data_ptr()
+
+
 class Chain:
     """A head and three engine ranks that want the same, as threads over gloo."""
 

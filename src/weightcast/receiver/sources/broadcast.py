@@ -118,7 +118,8 @@ class BroadcastSource:
         Args:
             next_bytes: Size of the bucket that will follow from the same group; 0 if it is not known.  If it fits a
                 buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
-            patience_s: Seconds within which the next bucket comes, if its broadcast is entered; None for ``timeout_s``.
+            patience_s: Seconds within which the next bucket comes, if its broadcast is entered; None for the deadline
+                of the rendezvous.  Only gloo keeps such a limit.
 
         Refused says that there is no such group here; other errors are those of ``UpdateGroup.finish``.
         """

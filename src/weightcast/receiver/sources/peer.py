@@ -29,10 +29,10 @@ class PeerSource:
         asked = ReadChunk(rank=rank, index=message.index, layout=layout, version=message.version, digest=message.digest)
         try:
             return self._connected(message.peer).post_json(CHUNK, encode(asked), timeout_s=timeout_s)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             raise EngineFailure(
                 f"this engine cannot ask the peer {message.peer.url} for a chunk: {error}",
-                hint=f"pip install {error.name} in the engine's environment",
+                hint=f"pip install {(error.name or 'aiohttp').partition('.')[0]} in the engine's environment",
             ) from error
         except WeightcastError as error:
             words = f"chunk {message.index} did not come from the peer {message.peer.url}: {error}"
