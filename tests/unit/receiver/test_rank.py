@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -419,9 +420,10 @@ def test_without_being_told_a_model_expects_its_own_names():
 
 
 def test_nothing_of_a_session_stays(receiver):
-    def footprint() -> tuple[int, int, int]:
+    def footprint() -> set[object]:
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(receiver._memory._mappings), len(peak_memory._open)
+        files = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        return {*files, *receiver._memory._mappings, *map(id, peak_memory._open)}
 
     before = footprint()
     for number in range(12):
@@ -435,7 +437,8 @@ def test_nothing_of_a_session_stays(receiver):
             assert not receiver._memory._mappings  # a dead trainer's memory would live on
         sender.buffer.close()
     receiver.apply(Leave())
-    assert footprint() == before
+    # What threads of earlier tests held before may go at any time.
+    assert footprint() <= before
 
 
 def test_a_new_trainer_ends_what_is_mapped_of_the_old_one(receiver):
