@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner, Result
 
+from tests.helpers.clock import wait_until
 from tests.helpers.harness import (
     SMALL_BUCKETS,
     Engine,
@@ -34,6 +36,9 @@ from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
 from weightcast.update import choose, head
+from weightcast.watch.events import AttemptStarted, Event
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 
 pytestmark = pytest.mark.deadlines
 
@@ -164,6 +169,53 @@ def test_a_group_that_fails_with_nobody_to_blame_is_divided_for_the_next_update(
     assert report.ok
     assert [row.proof for row in report.targets] == ["resident"] * 2
     assert [serves_whole(engine) for engine in chosen] == [version] * 2
+
+
+def test_weights_that_are_not_finite_are_not_blamed_on_a_bucket_that_was_on_its_way(engines, monkeypatch):
+    """The abort of the group then makes that bucket's broadcast fail."""
+    send, layouts, on_its_way = Channel.send, list[BucketLayout](), list[int]()
+
+    def note(self: Channel, bucket: Bucket, *args: Any) -> None:
+        layouts.append(bucket.layout)
+        send(self, bucket, *args)
+
+    def wait_for_the_abort(self: Channel, bucket: Bucket, *args: Any) -> None:
+        if bucket.layout.index == not_finite - 1:
+            on_its_way.append(bucket.layout.index)
+            group = self.member()
+            assert group is not None
+            wait_until(lambda: not group.alive, "the abort")
+        send(self, bucket, *args)
+
+    attempts = list[int]()
+
+    def hear(event: Event) -> None:
+        if isinstance(event, AttemptStarted):
+            attempts.append(event.number)
+
+    model = trainer_of(served := next_version())
+    options = {"transport": "broadcast", "on_failure": "quarantine", "on_event": hear}
+    chosen = [engines.one, engines.host, engines.bare]
+    with connect(model, chosen, **options) as updater:
+        monkeypatch.setattr(Channel, "send", note)
+        assert updater.update(version=served).ok
+        name = layouts[-1].slots[-1].spec.name
+        not_finite = min(one.index for one in layouts if name in {slot.spec.name for slot in one.slots})
+        monkeypatch.setattr(Channel, "send", wait_for_the_abort)
+        attempts.clear()
+        with torch.no_grad():
+            model.get_parameter(name).fill_(float("nan"))
+        with pytest.raises(UpdateFailed, match=f"NaN.*{re.escape(name)}") as caught:
+            updater.update(version=next_version())
+        assert (on_its_way, attempts) == ([not_finite - 1], [1])
+        rows = caught.value.report.targets
+        assert [row.status for row in rows] == ["untouched", "untouched", "quarantined"]
+        assert [row.notes for row in rows] == [()] * 3
+        assert serves_whole(engines.one) == serves_whole(engines.host) == served
+        monkeypatch.setattr(Channel, "send", send)
+        model.set_version(version := next_version())
+        assert updater.update(version=version).ok
+    assert [serves_whole(engine) for engine in chosen] == [version] * 3
 
 
 def push_to(urls: list[str], version: int, folder: Path, *options: object) -> Result:

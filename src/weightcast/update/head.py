@@ -23,6 +23,7 @@ from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, only_its_group, raise_together, run_each, together
 from weightcast.transports.cells import FEW_RANKS
+from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import check_not_older
@@ -362,18 +363,15 @@ class Head:
     def _fail(self, error: WeightcastError) -> AttemptResult:
         """Ends every session, asks what each target serves, and decides whether another attempt follows."""
         self._failure = error
+        broken = self.sessions.broken  # before all groups are aborted, which makes others fail
         with self._phase("recover"):
             self.give_up(str(error))
-            culprits = (
-                {}
-                if isinstance(error, WeightsChanged)
-                else _culprits(error, self._plan, self.sessions.links, self._outcomes)
-            )
+            culprits = self._culprits(error)
         active = [link.url for link in self.sessions.links]
         nothing_committed = not any(link.committed for link in self.sessions.links)
         repeatable = self._config.on_failure == "quarantine" and nothing_committed
-        if repeatable and all(map(only_its_group, culprits.values())):
-            suspects = self._suspects(culprits)
+        if repeatable and self.sessions.transport_failed and all(map(only_its_group, culprits.values())):
+            suspects = self._suspects(culprits, broken)
             if suspects is None:
                 return AttemptResult(again=True)
             culprits = suspects
@@ -393,12 +391,32 @@ class Head:
             return AttemptResult(failure=Failure.of(error), report=self.report())
         return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
 
-    def _suspects(self, culprits: Mapping[str, WeightcastError]) -> Mapping[str, WeightcastError] | None:
+    def _culprits(self, error: WeightcastError) -> dict[str, WeightcastError]:
+        """Returns the targets that an error is about, each with its own failure; none if it is the trainer's own.
+
+        If it says only that a group failed, a target that does not answer is to blame.
+        """
+        named = {engine_of(failure): failure for failure in failures_of(error)}
+        found = {url: failure for url, failure in named.items() if url in self._outcomes}
+        if not all(map(only_its_group, found.values())) or not (found or self.sessions.transport_failed):
+            return found
+        infos = self._plan.probe([link.url for link in self.sessions.links], hasty=True)
+        gone: dict[str, WeightcastError] = {
+            url: error if isinstance(info, EngineInfo) else info
+            for url, info in infos.items()
+            # One without staging is half written, whoever is to blame.
+            if not isinstance(info, EngineInfo) or (info.state == "quarantined" and info.staging != "none")
+        }
+        return gone or found
+
+    def _suspects(
+        self, culprits: Mapping[str, WeightcastError], broken: Sequence[Channel]
+    ) -> Mapping[str, WeightcastError] | None:
         """Returns the targets to leave out after cells have failed and nobody is to blame; None to try all again.
 
         All targets of a cell that fails again and again are left out, if others remain.
         """
-        failures = {link.url: cell.failure for cell in self.sessions.broken for link in cell.links}
+        failures = {link.url: cell.failure for cell in broken for link in cell.links}
         if not failures:
             return culprits
         self._unexplained += 1
@@ -410,7 +428,7 @@ class Head:
             log.warning(
                 "a process group of %d engines failed again and again, and none of them is to blame: later groups "
                 "have at most %d engine ranks: %s",
-                max(len(cell.links) for cell in self.sessions.broken),
+                max(len(cell.links) for cell in broken),
                 FEW_RANKS,
                 next(iter(failures.values())),
             )
@@ -587,24 +605,3 @@ class Head:
             ended = time.monotonic()
             self.add_phase(name, ended - began)
             self._events.step_ended(name, began, ended, bucket=bucket, so_far=so_far)
-
-
-def _culprits(
-    error: WeightcastError, plan: Plan, links: Sequence[Link], outcomes: Mapping[str, Outcome]
-) -> dict[str, WeightcastError]:
-    """Returns the targets that an error is about, each with its own failure.
-
-    If it says only that a group failed, a target that does not answer is to blame.
-    """
-    named = {engine_of(failure): failure for failure in failures_of(error)}
-    found = {url: failure for url, failure in named.items() if url in outcomes}
-    if not all(map(only_its_group, found.values())):
-        return found
-    infos = plan.probe([link.url for link in links], hasty=True)
-    gone: dict[str, WeightcastError] = {
-        url: error if isinstance(info, EngineInfo) else info
-        for url, info in infos.items()
-        # One without staging is half written, whoever is to blame.
-        if not isinstance(info, EngineInfo) or (info.state == "quarantined" and info.staging != "none")
-    }
-    return gone or found
