@@ -119,9 +119,9 @@ class AdvancedOptions(TypedDict, total=False):
 
     Attributes:
         cell_ranks: Most engine ranks in one process group of ``broadcast``, and of ``direct`` by messages.  Engines
-            beyond it get groups of their own, which fail alone.  An engine is never divided: one with more ranks is a
-            cell by itself.  None takes 256 for ``broadcast``, which sends all weights once more for each group, and 64
-            for ``direct``.
+            beyond it get groups of their own.  An engine that fails ends its own group only.  An engine is never
+            divided: one with more ranks is a cell by itself.  None takes 256 for ``broadcast``, which sends all weights
+            once more for each group, and 64 for ``direct``.
         rendezvous_host: Address of this process that engines can reach; None asks the routing table.
         behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
         disk_folder: Folder for ``"disk"``, under the same path for trainer and engines; None takes the folder for
@@ -224,6 +224,11 @@ class UpdateConfig:
         if self.direct_by == "shards" and not self.keep_mapped:
             raise ConfigError(
                 'direct_by="shards" lets engine ranks keep the trainer\'s weights mapped', hint="set keep_mapped=True"
+            )
+        if self.keep_mapped and self.transport not in ("auto", "direct"):
+            raise ConfigError(
+                f"keep_mapped=True: transport={self.transport!r} does not read weights where the trainer keeps them",
+                hint='write transport="direct" or transport="auto", or leave keep_mapped out',
             )
         if self.bucket_bytes is not None and self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
