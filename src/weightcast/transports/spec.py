@@ -198,8 +198,8 @@ class TransportSpec:
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
         cells: Most engine ranks in each of the process groups that they join, unless the caller asks for another
             number; 0 if they join none.
-        primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
-        primitive: Name of the way, if it is one of several; empty otherwise.
+        primitives: Transports of which one takes the place of this one, best first.
+        primitive: Name among ``primitives``, if this is one of them; empty otherwise.
         legs: True if each engine rank reads the buffers of trainer ranks on its own host, and gets from the others what
             these send.
         by_rank: True if engine ranks on hosts with trainer ranks map buffers there, and the others of the same engine
@@ -210,7 +210,7 @@ class TransportSpec:
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
         check: Raises ConfigError if the transport cannot work with this placement.
         slow: Returns the reason why another transport is faster with this placement; empty if none is known to be.
-        lacks: Returns what this process or an engine has not installed for this way; empty if nothing is missing.
+        lacks: Returns what this process or an engine has not installed for this transport; empty if nothing is missing.
     """
 
     name: SpecName

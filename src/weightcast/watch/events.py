@@ -82,7 +82,7 @@ class StepEnded(_Event, frozen=True, kw_only=True):
     """A trainer rank has finished a step of the update.
 
     Attributes:
-        sent_bytes: On the head, after a bucket was sent for the first time: bytes of the buckets sent so far in this
+        sent_bytes: On the head, after a bucket was handed to the transport: bytes of the buckets so far in this
             attempt.  0 after every other step.
         total_bytes: Bytes of all buckets then; else 0.
     """

@@ -76,7 +76,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         resident: After Readback: digest by name of each tensor that the ranks keep together.
         resident_ranks: After Commit: number of ranks that keep exactly what was expected.
         mismatched: Names of tensors whose digests differ between ranks or from what was expected.
-        unproven: After Open, Close and Commit: names of tensors whose place cannot be read back.
+        unproven: After Prepare, Open, Close and Commit: names of tensors whose place cannot be read back.
         load_s: Seconds that the slowest rank spent on copies.
         verify_s: Seconds that the slowest rank spent on digests.
         stall_s: After Commit: seconds in which the engine generated nothing.

@@ -281,7 +281,9 @@ def test_plan_shows_the_busiest_host(tmp_path):
     save_file({"w": torch.zeros(1000, 100)}, path)
     done = run("plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2")
     assert "at most 390.6 KiB out of a host and 390.6 KiB into one" in done.output
-    assert "direct by messages between GPUs takes 327 to 352 ms for 21 GB on two H200s" in " ".join(done.output.split())
+    assert "direct by messages between GPUs takes longer than a broadcast of the same weights" in " ".join(
+        done.output.split()
+    )
     done = run(
         "plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2", "--link-gb-per-s", "1"
     )
