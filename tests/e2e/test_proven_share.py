@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,19 @@ def test_less_proof_than_strict_asks_for_is_refused_before_anything_moves(engine
     info = free(engine)
     assert (info.state, info.version, info.paused) == ("serving", before, False)
     assert engine.digests() == digests
+
+
+def test_a_refused_connect_names_every_engine_and_leaves_no_shared_memory(engine: Engine, fresh: Any) -> None:
+    def shared() -> set[str]:
+        files = Path("/proc/self/fd").iterdir()
+        return {words for file in files if file.exists() and "weightcast" in (words := os.readlink(file))}
+
+    other, before = fresh("--local", "--staging", "none", "--computed"), shared()
+    with pytest.raises(ConfigError) as caught:
+        connect(trainer_of(next_version()), [engine, other], strict=True)
+    for url in (engine.url, other.url):
+        assert f"{url}: {WORDS}" in str(caught.value)
+    assert shared() == before  # although the error, which a caller may keep, has the updater in its traceback
 
 
 @pytest.mark.parametrize(

@@ -134,15 +134,16 @@ def check_scores(config: UpdateConfig, exporter: Exporter) -> None:
     log.warning("%s: no answer is compared with the trainer's", words)
 
 
-def check_proof(link: Link, config: UpdateConfig) -> None:
-    """Raises ConfigError, or warns where the caller is not ``strict``, if a target cannot prove the level asked for."""
+def check_proof(links: Sequence[Link], config: UpdateConfig) -> None:
+    """Raises ConfigError, or warns where the caller is not ``strict``, if targets cannot prove the level asked for."""
     level = config.verify
-    if level in ("received", "resident") and level not in link.adapter.proves:
-        words = f"{link.url} ({link.info.engine}) cannot prove that weights are {level}"
-        hint = 'install the plug-in where there is one (docs/engines), or prove with verify="behaviour"'
-        if config.strict:
-            raise ConfigError(f"{words}, and strict=True asks for it", hint=hint)
-        _warn_once(link, f"{words}: {hint}")
+    short = [link for link in links if level in ("received", "resident") and level not in link.adapter.proves]
+    words = [f"{link.url} ({link.info.engine}) cannot prove that weights are {level}" for link in short]
+    hint = 'install the plug-in where there is one (docs/engines), or prove with verify="behaviour"'
+    if words and config.strict:
+        raise ConfigError(f"{'; '.join(words)}, and strict=True asks for it", hint=hint)
+    for link, line in zip(short, words, strict=True):
+        _warn_once(link, f"{line}: {hint}")
 
 
 def check_read_back(link: Link, unproven: Sequence[str], config: UpdateConfig) -> None:

@@ -209,7 +209,7 @@ class BucketStream:
         slot = self._slot(number)
         return slot.share(opens=0) if slot is not None else None
 
-    def prepare(self, plan: SendPlan) -> None:
+    def prepare(self) -> None:
         """Works out the steps of every bucket, without reading or moving weights."""
         exporter = self._exporter
         if self._verifies or exporter.device.type == "cuda":  # where copies are launches of the same kernel

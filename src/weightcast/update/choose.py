@@ -186,6 +186,7 @@ class Plan:
             free_bytes=self._free_bytes,
         )
         opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
+        check_proof(links, self._config)
         for link in links:
             self._check(link)
             if not self.reach.of(link.url).shares_memory:
@@ -326,7 +327,6 @@ class Plan:
         """Checks that the target can be updated by the transport that was chosen for it."""
         link.pause = choose_pause(link, self._config.pause)
         warn_hazards(link)
-        check_proof(link, self._config)
         spec = self.reach.of(link.url)
         if spec.scattered:
             check_scattered(link, self._specs, self._config, self._exporter)
@@ -343,6 +343,7 @@ class Plan:
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits([link], self._own)
+        check_proof([link], self._config)
         self._check_cast(link)
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
         place = self.reach.placement({link.url: link.info})

@@ -74,7 +74,6 @@ class Exchange:
         self._packs: dict[str, Packs] = {}
         self._words: dict[str, tuple[bytes, ...]] = {}
         self._buffers: list[torch.Tensor] = []
-        self.sent_bytes = 0
 
     def join(self, invitations: Sequence[Invited]) -> dict[str, str]:
         """Joins groups, on ranks other than the head; returns the failures by name of the group."""
@@ -161,7 +160,6 @@ class Exchange:
         """Starts an update: every cell gets all buckets."""
         for cell in self._cells.values():
             cell.failed = None
-        self.sent_bytes = 0
 
     def send(self, bucket: Bucket, parts: Mapping[str, Parts]) -> None:
         """Starts to send this rank's parts of a bucket to all cells that are well, then waits for the bucket before.
@@ -179,7 +177,6 @@ class Exchange:
             try:
                 sends = _sends(bucket, plans, packed, cell.kinds)
                 cell.under_way.append((f"bucket {index}", cell.group.start_moves(sends)))
-                self.sent_bytes += sum(move.data.numel() for move in sends)
             except WeightcastError as error:
                 cell.failed = error
                 cell.under_way.clear()

@@ -137,6 +137,8 @@ class WeightUpdater:
                 self._head.close()
             if self._roster is not None:
                 self._roster.close()
+            if self._stream is not None:
+                self._stream.close()
             self._group.close()
             self._events.close()
             raise
@@ -214,7 +216,8 @@ class WeightUpdater:
     def cells(self) -> tuple[tuple[str, ...], ...]:
         """URLs of the engines in each cell, as planned; empty if the transport makes no process group.
 
-        A cell is one process group.  It fails alone, and is rebuilt alone with ``on_failure="quarantine"``.
+        A cell is one process group.  An engine that fails ends its own group only.  An attempt that is repeated makes
+        the groups of all cells anew.
         """
         return self._choice.cells
 
@@ -528,7 +531,7 @@ class WeightUpdater:
         plan = stream.plan()
         shared = stream.share_ahead()
         preparing = self._head.prepare(plan, shared) if self._head is not None else None
-        stream.prepare(plan)
+        stream.prepare()
         checked = self._head.check_prepared(preparing) if self._head is not None and preparing is not None else None
         result = self._ranks.hear(checked if checked is not None else AttemptResult())
         if result.failure is not None:

@@ -89,12 +89,13 @@ def test_an_engine_that_can_prove_nothing_is_named_or_refused(caplog, level):
     link = Link(client=client, adapter=adapter_for(stock), info=stock)
     words = rf"http://u \(.*\) cannot prove that weights are {level}"
     for _ in range(2):
-        check_proof(link, UpdateConfig(verify=level))
+        check_proof([link], UpdateConfig(verify=level))
     [record] = caplog.records
     assert re.search(words, record.getMessage())
-    with pytest.raises(ConfigError, match=f"{words}, and strict=True asks for it"):
-        check_proof(link, UpdateConfig(verify=level, strict=True))
-    check_proof(link, UpdateConfig(verify="none", strict=True))
+    other = Link(client=SimpleNamespace(target=SimpleNamespace(url="http://v")), adapter=adapter_for(stock), info=stock)
+    with pytest.raises(ConfigError, match=rf"{words}; http://v .*, and strict=True asks for it"):
+        check_proof([link, other], UpdateConfig(verify=level, strict=True))
+    check_proof([link], UpdateConfig(verify="none", strict=True))
 
 
 def test_engine_lists_unprovable_tensors_at_open():
