@@ -31,6 +31,7 @@ class Outcome:
         matched: Number of engine ranks that agree with it.
         proven: Number of tensors that were read back and equal what was sent.
         in_doubt: True if the answer to Commit was lost and the target could not be asked again.
+        uncompared: True if its behaviour had to be compared with the trainer's and could not be.
         reverted: The target's answer to Revert; None if it was not switched back.
         ahead: True if the target serves the new version although others were switched back.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
@@ -45,6 +46,7 @@ class Outcome:
     proven: int = 0
     committed: Ack | None = None
     in_doubt: bool = False
+    uncompared: bool = False
     reverted: Ack | None = None
     ahead: bool = False
     notes: list[str] = field(default_factory=list[str])
@@ -56,7 +58,7 @@ class Outcome:
     @property
     def answers_otherwise(self) -> bool:
         """True if the target keeps what was sent, but its log-probabilities differ from the trainer's."""
-        return isinstance(self.failed, VerificationFailed) and self.proof == "resident"
+        return isinstance(self.failed, VerificationFailed) and self.proof == "resident" and not self.uncompared
 
     def add(self, words: str) -> None:
         """Adds a remark for the report."""

@@ -121,12 +121,16 @@ class Head:
 
     def check_prepared(self, preparing: Preparation) -> AttemptResult:
         """Waits for the engines' work on the plan, and refuses those that cannot prove all that the caller asks for."""
-        try:
-            for link, ack in preparing.wait():
+        errors: list[VerificationFailed] = []
+        for link, ack in preparing.wait():
+            try:
                 self._verifier.check_opened(link, ack)
-        except VerificationFailed as error:
-            return AttemptResult(failure=Failure.of(ConfigError(str(error), hint=error.hint)))
-        return AttemptResult()
+            except VerificationFailed as error:
+                errors.append(error)
+        found = together(errors)
+        if not isinstance(found, WeightcastError):
+            return AttemptResult()
+        return AttemptResult(failure=Failure.of(ConfigError(str(found), hint=found.hint)))
 
     def meet_ahead(self) -> None:
         """Makes the process groups of the updates to come; as ``Sessions.meet_ahead``."""
@@ -312,7 +316,7 @@ class Head:
         """Compares log-probabilities with the engines'; ``why_not`` says why the trainer has none, else empty."""
         if why_not:
             for link in self.sessions.links:
-                self._outcomes[link.url].add(why_not)
+                self._verifier.not_compared(link, self._outcomes[link.url], why_not)
         else:
             compare = self._verifier.compare_scores
             with self._phase("verify"):
@@ -599,7 +603,7 @@ class Head:
         try:
             yield
         except BaseException:
-            so_far = (0, 0)  # which is what the engines have taken
+            so_far = (0, 0)  # a step that failed has sent no bucket
             raise
         finally:
             ended = time.monotonic()

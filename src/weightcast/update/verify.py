@@ -216,6 +216,19 @@ class Verifier:
             can = 'it answers with log-probabilities: verify="behaviour"'
             outcome.add(f"{link.info.engine} cannot prove that the new weights are {level}; {can}")
 
+    def not_compared(self, link: Link, outcome: Outcome, why: str) -> None:
+        """Notes why a target's behaviour could not be compared; where the caller is ``strict``, the target fails."""
+        if not self._config.strict:
+            outcome.add(why)
+            return
+        outcome.uncompared = True
+        outcome.failed = VerificationFailed(
+            f"{link.url} has no proof of behaviour, and strict=True asks for it: {why}",
+            url=link.url,
+            names=(),
+            hint='mend what it names, or leave strict out (--strict), or write verify="resident"',
+        )
+
     async def compare_scores(self, link: Link, outcome: Outcome, tokens: Sequence[int], mine: Sequence[float]) -> None:
         """Compares a target's log-probabilities with the trainer's; the outcome takes the result."""
         tolerance = self._config.behaviour_tolerance
@@ -223,7 +236,7 @@ class Verifier:
             theirs = await converse_on_loop(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
             apart = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
         except (WeightcastError, ValueError) as error:
-            outcome.add(f"could not compare behaviour: {error}")
+            self.not_compared(link, outcome, f"could not compare behaviour: {error}")
             return
         # ``max`` passes over a NaN.
         off = max(apart) if all(map(math.isfinite, apart)) else math.inf

@@ -16,7 +16,7 @@ from weightcast.adapters.registry import adapter_for
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, TargetRejected
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome
 from weightcast.transports.preflight import check_places
@@ -50,15 +50,17 @@ def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
     return head
 
 
-def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
+def scored(
+    head: Any, theirs: list[float] | Exception, mine: list[float], monkeypatch: pytest.MonkeyPatch, why_not: str = ""
+) -> Any:
     """Returns the head's result for an engine that has switched and proved its weights."""
     link = Link(client=head._roster.client(URL), adapter=adapter_for(info("native")), info=info("native"))
     head.sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
     head._plan.reach._best = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
-    monkeypatch.setattr("weightcast.update.verify.converse_on_loop", AsyncMock(return_value=theirs))
-    return head.compare([5, 6, 7], mine)
+    monkeypatch.setattr("weightcast.update.verify.converse_on_loop", AsyncMock(side_effect=[theirs]))
+    return head.compare([5, 6, 7], mine, why_not)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "quarantine"])
@@ -81,6 +83,34 @@ def test_engine_with_the_same_logprobs_has_proof_behaviour(monkeypatch):
     head = head_of({URL: info("native")}, verify="behaviour")
     decision = scored(head, [-1.0, -2.0], [-1.0, -2.01], monkeypatch)
     assert (decision.failure, decision.report.ok, decision.report.targets[0].proof) == (None, True, "behaviour")
+
+
+NO_SCORES = TargetRejected("http://e: it answers with no log-probabilities", url=URL)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "quarantine"])
+@pytest.mark.parametrize(
+    ("theirs", "why_not", "words"),
+    [
+        (NO_SCORES, "", "it answers with no log-probabilities"),
+        ([-1.0], "", "could not compare behaviour"),
+        ([-1.0, -2.0], "the trainer's forward pass failed", "the trainer's forward pass failed"),
+    ],
+)
+def test_strict_refuses_an_update_whose_behaviour_could_not_be_compared(
+    theirs, why_not, words, on_failure, monkeypatch
+):
+    head = head_of({URL: info("native")}, on_failure=on_failure, verify="behaviour", strict=True)
+    decision = scored(head, theirs, [-1.0, -2.0], monkeypatch, why_not)
+    assert [failure.error for failure in decision.failure.failures] == ["VerificationFailed"]
+    for part in (URL, "no proof of behaviour", words):
+        assert part in decision.failure.text
+    assert not decision.report.ok
+
+    head = head_of({URL: info("native")}, on_failure=on_failure, verify="behaviour")
+    decision = scored(head, theirs, [-1.0, -2.0], monkeypatch, why_not)
+    assert (decision.failure, decision.report.ok) == (None, True)
+    assert words in decision.report.targets[0].message
 
 
 def test_engine_that_was_away_at_connect_is_checked_when_it_returns():
