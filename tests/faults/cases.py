@@ -96,6 +96,8 @@ def _is_played(kind: Kind, case: Case) -> bool:
     """False for cases that another case covers or that the kind does not support."""
     if case.step == "middle bucket":
         return _is_played_half_way(kind, case)
+    if case.transport == "disk":
+        return False  # engines are asked once to load a folder; the other steps are those of ipc
     if case.reads_shards and case.step not in ("join", "first bucket", "last bucket"):
         return case.fault == "kill"  # a session begins and ends in the same way as over ipc
     if case.fault == "delay" and case.on != "network":

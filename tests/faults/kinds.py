@@ -47,6 +47,7 @@ Transport = Literal[
     "rdma",
     "direct relay",
     "direct shards",
+    "disk",
 ]
 WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "ipc": {"transport": "ipc"},
@@ -57,6 +58,7 @@ WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "rdma": {"transport": "rdma"},
     "direct relay": {"transport": "direct", "direct_by": "relay"},
     "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
+    "disk": {"transport": "disk"},
 }
 # Longer deadlines than a kind's own.  NIXL's agents connect in a second, or two beside other work.
 DEADLINES_S: Mapping[Transport, float] = {"rdma": 4.0}
@@ -221,6 +223,7 @@ def _sglang_step(path: str, body: bytes) -> str:
         "/init_weights_update_group": "join",
         "/update_weights_from_distributed": "bucket",
         "/update_weights_from_tensor": "bucket",
+        "/update_weights_from_disk": "bucket",
         "/end_weight_update": "close",
         "/continue_generation": "commit",
     }.get(path, "")
@@ -269,10 +272,16 @@ def _stock_standing(paused: Callable[[Engine], bool], engine: Engine, versions: 
         return Standing(version=None, wrong="not paused, and its weights are those of no version")
 
 
-def _stock(name: str, step_of: Callable[[str, bytes], str], paused: Callable[[Engine], bool], **more: Any) -> Kind:
+def _stock(
+    name: str,
+    step_of: Callable[[str, bytes], str],
+    paused: Callable[[Engine], bool],
+    transports: tuple[Transport, ...] = ("ipc", "broadcast"),
+    **more: Any,
+) -> Kind:
     return Kind(
         name=name,
-        transports=("ipc", "broadcast"),
+        transports=transports,
         start=functools.partial(_start_reference, name),
         start_bystander=functools.partial(_start_reference, name),
         step_of=step_of,
@@ -367,7 +376,7 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         Kind(
             name="native",
-            transports=tuple(way for way in WAYS if way != "direct mixed"),
+            transports=tuple(way for way in WAYS if way not in ("direct mixed", "disk")),
             start=_start_toy,
             start_bystander=functools.partial(_start_toy, 1),
             step_of=_native_step,
@@ -389,7 +398,7 @@ KINDS: Mapping[str, Kind] = {
             deadline_s=2.0,
             can_tear=True,
         ),
-        _stock("sglang", _sglang_step, _sglang_paused),
+        _stock("sglang", _sglang_step, _sglang_paused, transports=("ipc", "broadcast", "disk")),
         _stock("lmdeploy", _lmdeploy_step, _lmdeploy_paused, wake=_lmdeploy_wake),
         _plugged("vllm", _start_vllm),
         _plugged("sglang-plugin", _start_sglang),
