@@ -171,25 +171,6 @@ def test_a_fault_names_the_engine_and_the_next_update_works(world: World, via: s
     must_serve(world, world.one, "first")
 
 
-@pytest.mark.parametrize("via", VIA)
-def test_the_others_go_on_where_that_is_wanted(world: World, via: str) -> None:
-    route = "/update_weights" if via == "ipc" else "/update_weights_from_distributed"
-    faults(world.one, f"refuse@{route}#2")
-    targets = [target(world.one), target(world.two), Target(world.native.url)]
-    with connect(
-        world, "third", targets, transport=via, on_failure="quarantine", allow_older=True, timeout_s=8.0
-    ) as updater:
-        report = updater.update(version=90)
-        assert [row.status for row in report.targets] == ["quarantined", "serving", "serving"]
-        assert serves(world, world.two, "third")
-        assert serves(world, world.native, "third")
-        faults(world.one, "")
-        assert updater.update(version=91).ok
-    assert serves(world, world.one, "third")
-    with connect(world, "first", targets, transport=via, allow_older=True) as updater:
-        assert updater.update(version=92).ok
-
-
 def test_what_it_would_bite_with_is_refused_before_anything_moves(world: World) -> None:
     with pytest.raises(ConfigError, match="pause='in_place': LMDeploy's only pause is sleep"):
         connect(world, "second", [target(world.one)], pause="in_place")

@@ -222,29 +222,6 @@ def test_a_fault_names_its_engine_and_the_next_update_works(
     serves(native, new, last)
 
 
-@pytest.mark.parametrize("way", ["ipc", "broadcast"])
-def test_the_healthy_ones_go_on_if_that_is_wanted(one: Engine, native: Engine, tmp_path: Path, way: str) -> None:
-    new, version = model_of(tmp_path, seed=60), next(_versions)
-    set_faults(one, f"refuse@{BUCKET[way]}#2")
-    report = update(new, [as_sglang(one), native.url], version, transport=way, on_failure="quarantine")
-    assert [row.status for row in report.targets] == ["quarantined", "serving"]
-    assert "refused" in report.targets[0].message
-    serves(native, new, version)
-    set_faults(one, "")
-    last = next(_versions)
-    assert update(new, [as_sglang(one), native.url], last, transport=way).ok
-    serves(one, new, last)
-
-
-@pytest.mark.deadlines
-def test_an_engine_that_dies_while_it_reads_the_folder_is_named(folder: Path, tmp_path: Path) -> None:
-    dialect = {"dialect": "sglang", "staging": "none", "device": "cpu", "faults": f"die@{BUCKET['disk']}#1"}
-    with engines(folder, tmp_path, dialect) as [doomed]:
-        with pytest.raises(UpdateFailed, match=doomed.url) as caught:
-            update(model_of(tmp_path, seed=70), [as_sglang(doomed)], next(_versions), transport="disk", timeout_s=5.0)
-        assert caught.value.report.targets[0].status == "quarantined"
-
-
 def test_a_tensor_of_another_shape_is_found_by_either_way(one: Engine, tmp_path: Path) -> None:
     model = model_of(tmp_path, seed=80)
     right = model.model.norm.weight

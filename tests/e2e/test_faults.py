@@ -36,7 +36,7 @@ from weightcast import WeightUpdater
 from weightcast.digest.sent import SentDigests
 from weightcast.errors import ConfigError, TargetUnreachable, TrainerRankFailed, UpdateFailed, WeightcastError
 from weightcast.protocols import Invitation
-from weightcast.transports import channel, link
+from weightcast.transports import channel
 from weightcast.transports.link import Link
 from weightcast.update import head
 from weightcast.update.messages import AttemptResult
@@ -125,70 +125,6 @@ def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, transpo
         trainer.close()
         ours.close()
         theirs.close()
-
-
-def hit(engine: Engine, what: str) -> None:
-    match what:
-        case "killed":
-            engine.signal(signal.SIGKILL)
-        case "stopped":
-            engine.signal(signal.SIGSTOP)
-        case "rank 1 killed":
-            os.kill(engine.info().ranks[1].pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("transport", "what"),
-    [
-        ("ipc", "killed"),
-        ("broadcast", "stopped"),
-        ("broadcast", "rank 1 killed"),
-    ],
-)
-def test_an_engine_that_fails_in_the_middle_is_named_and_the_others_go_on(engines, fresh, transport, what, monkeypatch):
-    monkeypatch.setattr(link, "_MARGIN_S", 1.0)  # how much later than the engine's own deadline the sender's is
-    if what == "stopped":
-        victim = engines.two
-    else:
-        victim = fresh("--local") if what == "killed" else fresh("--tp", "2", "--grace-s", "1")
-    before = serves_whole(engines.one), serves_whole(victim)
-    version = next_version()
-    model = trainer_of(version)
-    once: list[int] = []
-
-    def strike(sent: int, total: int) -> None:
-        if sent > total // 3 and not once:
-            once.append(sent)
-            hit(victim, what)
-
-    options = {"transport": transport, "timeout_s": 2.0, "progress": strike}
-    try:
-        with connect(model, [engines.one, victim], **options) as updater:
-            with pytest.raises(UpdateFailed, match=victim.url) as caught:
-                updater.update(version=version)
-            rows = {row.url: row for row in caught.value.report.targets}
-            assert rows[engines.one.url].status == "untouched"
-            assert rows[victim.url].status == "quarantined"
-            assert caught.value.half_updated == (victim.url,)
-            assert once
-            assert serves_whole(engines.one) == before[0]
-
-            updater.retarget([engines.one.url])
-            version = next_version()
-            model.set_version(version)
-            assert updater.update(version=version).ok
-        assert serves_whole(engines.one) == version
-    finally:
-        if what == "stopped":
-            victim.signal(signal.SIGCONT)
-    if what == "stopped":
-        assert serves_whole(victim) == before[1]
-        version = next_version()
-        push([engines.one, victim], version, transport=transport)
-        assert serves_whole(victim) == version
-    elif what.startswith("rank"):
-        assert victim.info().state == "quarantined"
-        assert "rank 1" in victim.info().message
 
 
 def test_what_an_earlier_attempt_did_is_reported_when_nobody_is_left(engines, fresh, monkeypatch):

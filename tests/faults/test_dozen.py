@@ -27,6 +27,9 @@ OTHERS = [
     "native, broadcast: trainer rank, kill at middle bucket",
     "native, broadcast: trainer head, kill at last bucket",
     "sglang, ipc: trainer rank, kill at middle bucket",
+    "sglang, broadcast: network, flip at middle bucket",
+    "sglang, disk: engine, kill at middle bucket",
+    "sglang, disk: gather, flip at middle bucket",
 ]
 NAMES = [f"native, {way}: {case}" for way in KINDS["native"].transports for case in OF_EACH_TRANSPORT] + OTHERS
 # An engine that was just started takes two seconds for its first update on a slow machine beside other tests.
