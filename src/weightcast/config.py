@@ -225,11 +225,6 @@ class UpdateConfig:
             raise ConfigError(
                 'direct_by="shards" lets engine ranks keep the trainer\'s weights mapped', hint="set keep_mapped=True"
             )
-        if self.keep_mapped and self.transport not in ("auto", "direct"):
-            raise ConfigError(
-                f"keep_mapped=True: transport={self.transport!r} does not read weights where the trainer keeps them",
-                hint='write transport="direct" or transport="auto", or leave keep_mapped out',
-            )
         if self.bucket_bytes is not None and self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
         if self.max_extra_bytes is not None and self.max_extra_bytes < 1:

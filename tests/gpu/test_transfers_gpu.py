@@ -11,6 +11,7 @@ from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, prepare_kernels
 from weightcast.runtime.pace import Pace, paced
+from weightcast.runtime.steps import Steps
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -154,10 +155,19 @@ def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
     launches = kernel.Launches(transfers, 1, source.device)
     turns: list[bool] = []
 
-    def turn() -> None:
-        turns.append(torch.cuda.current_stream().query())  # the slice is over
+    class Turns(Steps):
+        """A step begins when it gets its turn."""
 
-    with paced(Pace(lambda: True, lambda: 0, turn)):
+        def generates(self) -> bool:
+            return True
+
+        def let_one_begin(self) -> bool:
+            turns.append(torch.cuda.current_stream().query())  # the slice is over
+            with self.one():
+                pass
+            return True
+
+    with paced(Pace(Turns(source.device))):
         assert torch.equal(launches.launch(), wanted)
     assert torch.equal(source, target)
     assert len(turns) > 10

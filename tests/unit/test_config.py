@@ -88,11 +88,6 @@ def test_an_option_that_is_gone_is_refused_with_what_to_write_instead(name: str)
         ({"transport": "relay"}, "transport='relay': choose one of auto, ipc, broadcast, direct, rdma, disk,", ""),
         ({"strict": 1}, "strict=1: write True or False", ""),
         ({"timeout_s": "5"}, "timeout_s='5': write a number", ""),
-        (
-            {"keep_mapped": True, "transport": "ipc"},
-            "keep_mapped=True: transport='ipc' does not read weights where the trainer keeps them",
-            'write transport="direct" or transport="auto"',
-        ),
     ],
 )
 def test_an_option_that_is_unknown_or_malformed_is_refused_by_name(

@@ -88,6 +88,8 @@ class Reach:
         the best of those that send gathered buckets.  It raises ConfigError if none reaches a target.
         """
         asked = self._config.transport
+        if asked != "auto":
+            self._check_keeps(spec_of(asked))
         left = set[str]().union(*(self._left.get(link.url, ()) for link in links))
         whole = (
             choose_transport(asked, placement) if asked != "auto" else self._choose_scattered(links, placement, left)
@@ -101,6 +103,13 @@ class Reach:
             log.warning("%s: %s", ", ".join(placement.infos), slow)
         self._best = specs[0]
         return {spec: [url for url, by in self._chosen.items() if by is spec] for spec in specs}
+
+    def _check_keeps(self, spec: TransportSpec) -> None:
+        if self._config.keep_mapped and not any(one.mapped for one in (spec, *spec.primitives)):
+            raise ConfigError(
+                f"keep_mapped=True: {spec.name} does not read weights where the trainer keeps them",
+                hint='write transport="direct" or transport="auto", or leave keep_mapped out',
+            )
 
     def choose_late(self, link: Link, *, planned: bool) -> None:
         """Chooses the transport of a target that was away, or was another engine, when the others were chosen.

@@ -60,6 +60,13 @@ def test_no_single_transport_reaches_them(name):
         plan_of(infos, ["GPU-0"], transport=name).choose()
 
 
+@pytest.mark.parametrize("name", ["ipc", "broadcast", "rdma"])
+def test_weights_are_not_kept_mapped_for_a_transport_that_maps_none(name):
+    with pytest.raises(ConfigError, match=f"keep_mapped=True: {name} does not read") as caught:
+        plan_of({HERE: engine("cpu")}, ["cpu"], transport=name, keep_mapped=True).choose()
+    assert 'transport="direct"' in str(caught.value.hint)
+
+
 def test_handles_are_counted_for_the_engines_that_share_memory_alone():
     infos = {
         HERE: engine("cpu", "cpu", kind="sglang", staging="none"),
