@@ -277,7 +277,9 @@ def test_versions_count_up_unless_the_caller_insists(engines):
     with pytest.raises(ConfigError, match=f"version {older} is older than {newer}") as caught:
         push([engines.one], older)
     assert engines.one.url in str(caught.value)
-    assert caught.value.report.targets[0].status == "untouched"
+    [row] = caught.value.report.targets
+    assert (row.status, row.version_before, row.version_after) == ("untouched", newer, newer)
+    assert row.engine != "unknown"
     assert serves_whole(engines.one) == newer
     assert push([engines.one], older, allow_older=True).ok
     assert serves_whole(engines.one) == older

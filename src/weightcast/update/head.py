@@ -485,6 +485,8 @@ class Head:
     def _check_version(self, infos: Probed) -> Probed:
         """Settles the version, now that targets have said what they serve; ConfigError if it cannot be."""
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
+        for url, info in healthy.items():
+            self._outcomes[url].info = info
         if self._counts_on:
             served = [info.version for info in healthy.values() if info.version is not None]
             self.version = max((self.version, *(version + 1 for version in served)))
@@ -511,9 +513,6 @@ class Head:
 
     def _make_links(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> list[Link]:
         """Returns links to the targets that can take part in this attempt; the others' outcomes say why not."""
-        for url, info in infos.items():
-            if isinstance(info, EngineInfo):
-                self._outcomes[url].info = info
         links, failed = self._plan.links_for(infos)
         errors = {url: error for url, error in failed.items() if isinstance(error, WeightcastError)}
         for url, error in errors.items():
