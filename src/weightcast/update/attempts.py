@@ -22,7 +22,7 @@ from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import gather_ends
-from weightcast.watch.timeline import TimelineRecorder
+from weightcast.watch.listeners import Events
 
 _PROBE_TOKENS = tuple(range(5, 37))
 
@@ -30,13 +30,11 @@ _PROBE_TOKENS = tuple(range(5, 37))
 class Attempts:
     """Runs the attempts of one update after the other."""
 
-    def __init__(
-        self, exporter: Exporter, group: TrainerGroup, ranks: TrainerRanks, timeline: TimelineRecorder
-    ) -> None:
+    def __init__(self, exporter: Exporter, group: TrainerGroup, ranks: TrainerRanks, events: Events) -> None:
         self._exporter = exporter
         self._group = group
         self._ranks = ranks
-        self._timeline = timeline
+        self._events = events
         self._trimmed = False
 
     def run(self, head: Head | None, stream: BucketStream) -> AttemptResult:
@@ -120,17 +118,18 @@ class Attempts:
             result = self._score(head)
         if result.report is None:
             return result
-        ends = gather_ends(self._group, self._timeline, extra_bytes(), heard=heard, asked_at=asked_at)
+        ends = gather_ends(self._group, self._events.recording, extra_bytes(), heard=heard, asked_at=asked_at)
         if ends is None:
             return self._ranks.hear(result)
+        peak_bytes, timeline = ends
         report = msgspec.structs.replace(
             result.report,
-            peak_extra_bytes=ends.extra_bytes,
+            peak_extra_bytes=peak_bytes,
             planned_extra_bytes=stream.planned_bytes,
             bucket_bytes=stream.bucket_bytes,
         )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
-        return msgspec.structs.replace(result, report=report.with_timeline(ends.timeline))
+        return msgspec.structs.replace(result, report=report.with_timeline(timeline))
 
     def _score(self, head: Head | None) -> AttemptResult:
         scorer = cast(Scorer, self._exporter)

@@ -51,9 +51,6 @@ from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import Connecting, run_watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
-from weightcast.watch.logs import UpdateLog
-from weightcast.watch.spans import TrainerSpans
-from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, plan_buckets
 
@@ -120,12 +117,10 @@ class WeightUpdater:
         self._looks_again = False  # True while ranks may plan for different models
         self._choice = Choice()
         self._events = Events()
-        timeline = TimelineRecorder()
         try:
-            ours = timeline, UpdateLog(), TrainerSpans(timeline)
-            self._events = Events((*ours, *listeners), rank=self._group.rank)
+            self._events = Events(listeners, rank=self._group.rank)
             self._specs = tuple(exporter.specs())
-            self._attempts = Attempts(exporter, self._group, self._ranks, timeline)
+            self._attempts = Attempts(exporter, self._group, self._ranks, self._events)
             connecting.now(f"the trainer ranks agree which of them holds which part of {len(self._specs)} tensors")
             exporter.prepare(self._group)
             connecting.now(f"{count_of(len(targets), 'engine')} are asked, and both sides work out the updates to come")

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -18,49 +18,32 @@ from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import Timeline
 from weightcast.watch.events import Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
 from weightcast.watch.listeners import Events
-from weightcast.watch.timeline import RankSteps, TimelineRecorder
+from weightcast.watch.recording import RankEnd, Recording
 
 Health = Callable[[], Sequence[TargetHealth]]
 log = logging.getLogger("weightcast.update")
 _LONG_S = 2.0
 
 
-class _RankEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of each trainer rank to the head at the end of an update; the head has its own steps."""
-
-    extra_bytes: int
-    steps: RankSteps | None
-
-
-_rank_end = msgspec.json.Decoder(_RankEnd)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """The end of an update on all trainer ranks; ``extra_bytes`` is the most of any rank."""
-
-    extra_bytes: int
-    timeline: Callable[[], Timeline]
+_rank_end = msgspec.json.Decoder(RankEnd)
 
 
 def gather_ends(
-    group: TrainerGroup, recorder: TimelineRecorder, extra_bytes: int, *, heard: float, asked_at: float
-) -> Ends | None:
-    """Gathers what every rank has to tell at the end of an update; None on ranks other than the head.  Collective.
+    group: TrainerGroup, recording: Recording, extra_bytes: int, *, heard: float, asked_at: float
+) -> tuple[int, Callable[[], Timeline]] | None:
+    """Gathers what every rank has to tell at the end of an update.  Collective.
+
+    Returns the most extra bytes of any rank, and a function that makes the timeline; None on ranks other than the head.
 
     ``heard`` is when this rank heard that the update is over, ``asked_at`` the head's time before it told them.
     """
-    mine = _RankEnd(extra_bytes=extra_bytes, steps=None if group.is_head else recorder.recording.mine(heard))
-    gathered = group.gather_bytes(msgspec.json.encode(mine))
+    gathered = group.gather_bytes(msgspec.json.encode(recording.end_of_rank(extra_bytes, heard)))
     told_at = time.monotonic()
     if gathered is None:
         return None
     ends = [_rank_end.decode(end) for end in gathered]
-    others, recording = [end.steps for end in ends if end.steps is not None], recorder.recording.so_far()
-    return Ends(
-        extra_bytes=max(end.extra_bytes for end in ends),
-        timeline=lambda: recording.timeline(others, asked_at=asked_at, told_at=told_at),
-    )
+    timeline = partial(recording.timeline, ends[1:], asked_at=asked_at, told_at=told_at)
+    return max(end.extra_bytes for end in ends), timeline
 
 
 def run_watched(

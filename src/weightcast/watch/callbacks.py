@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from weightcast.report import UpdateReport
-from weightcast.watch.events import UpdateEnded
-from weightcast.watch.listeners import ByKind, Listener
+from weightcast.watch.events import Event, UpdateEnded
+from weightcast.watch.listeners import Listener
 
 Values = dict[str, float]
 
@@ -85,10 +85,10 @@ def values_of(report: UpdateReport) -> Values:
 
 
 def _each(log: Callable[[Values, int], object]) -> Listener:
-    def ended(event: UpdateEnded) -> None:
-        if event.rank:
+    def listen(event: Event) -> None:
+        if not isinstance(event, UpdateEnded) or event.rank:
             return
         values = {"weightcast/version": float(event.version)} if event.report is None else values_of(event.report)
         log(values | {"weightcast/succeeded": float(event.outcome == "succeeded")}, event.version)
 
-    return ByKind({UpdateEnded: ended})
+    return listen

@@ -7,8 +7,8 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
-from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, within
-from weightcast.watch.instruments import UNKNOWN, CountsLater, counted, seconds_by, shown_now, unix_time
+from weightcast.watch.instruments import UNKNOWN, counted, register, seconds_by, shown_now
+from weightcast.watch.sessions import Answered, SessionOutcome, SessionRecord, SessionWatcher
 
 STATES = ("serving", "updating", "quarantined")
 
@@ -49,25 +49,14 @@ class _Instruments:
         )
 
 
-class EngineMetrics(CountsLater):
-    """Keeps an engine's metrics; a listener for ``SessionHandler``."""
+class EngineMetrics(SessionWatcher):
+    """Keeps an engine's metrics."""
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, version: int | None) -> None:
         """Registers the metrics in the registry of an engine's ``/metrics``; ``ConfigError`` if it has them already."""
-        super().__init__(
-            {
-                SessionOpened: self._begin,
-                Answered: self._answered,
-                SessionEnded: self._ended,
-                StateChanged: lambda event: self._now(event.state, event.version),
-            }
-        )
         made = self._made = _Instruments()
-        self.register(made, registry)
+        register(made, registry)
         self._model = model_name
-        self._opened: SessionOpened | None = None
-        self._transport = ""
-        self._steps: list[Step] = []
         # Series are looked up once: a look-up costs more than setting a value.
         self._started = made.started.labels(model_name)
         self._stall_seconds = made.stall_seconds.labels(model_name)
@@ -79,33 +68,28 @@ class EngineMetrics(CountsLater):
         self._update_seconds = functools.cache(functools.partial(made.update_seconds.labels, model_name))
         self._now("serving", version)
 
-    def _begin(self, event: SessionOpened) -> None:
-        self._opened, self._transport = event, ""
-        self._steps.clear()
+    def opened(self, session: SessionRecord) -> None:
         self._started.inc()
+
+    def answered(self, session: SessionRecord | None, answered: Answered) -> None:
+        if answered.ok and answered.bytes:
+            self._made.received.labels(self._model, answered.transport).inc(answered.bytes)
+
+    def ended(self, session: SessionRecord) -> None:
+        assert session.outcome is not None and session.ended is not None
+        self._finished[session.outcome].inc()
+        if session.outcome != "committed":
+            return
+        for phase, seconds in session.phases().items():
+            self._update_seconds(phase, session.transport).observe(seconds)
+        self._update_seconds("total", session.transport).observe(session.ended - session.began)
+        self._stall_seconds.observe(session.stall_s)
+        self._last_update.set_to_current_time()
+
+    def state_changed(self, session: SessionRecord | None, state: str, version: int | None, reason: str) -> None:
+        self._now(state, version)
 
     def _now(self, state: str, version: int | None) -> None:
         for name, series in self._states.items():
             series.set(int(name == state))
         self._version.set(UNKNOWN if version is None else version)
-
-    def _answered(self, event: Answered) -> None:
-        if self._opened is None or event.session != self._opened.session:
-            return
-        self._steps += event.steps
-        if event.ok and event.bytes:
-            self._transport = event.transport
-            self._made.received.labels(self._model, event.transport).inc(event.bytes)
-
-    def _ended(self, event: SessionEnded) -> None:
-        self._finished[event.outcome].inc()
-        opened = self._opened
-        if event.outcome != "committed" or opened is None:
-            return
-        self._opened = None
-        for phase in dict.fromkeys(step.phase for step in self._steps):
-            seconds = within(self._steps, phase)
-            self._update_seconds(phase, self._transport).observe(seconds)
-        self._update_seconds("total", self._transport).observe(event.at - opened.at)
-        self._stall_seconds.observe(event.stall_s)
-        self._last_update.set(unix_time(event.at))

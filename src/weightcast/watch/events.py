@@ -1,10 +1,7 @@
-"""Events of an update, which ``watch/listeners.py`` hands to listeners.
+"""Events of an update, which a trainer rank hands to the functions of ``connect(on_event=...)`` as they happen.
 
-Each process emits the events of its own part:
-
-    trainer, every rank   UpdateStarted, StepEnded for each step, UpdateEnded
-    trainer, head only    AttemptStarted, Asked for each message to a target, TargetsChanged
-    engine                SessionOpened, Answered for each message, SessionEnded, StateChanged
+    every trainer rank    UpdateStarted, StepEnded for each step, UpdateEnded
+    the head alone        AttemptStarted, Asked for each message to a target, TargetsChanged
 
 All times are seconds of ``time.monotonic()``.  It counts from the start of the host, so times of processes on one host
 compare.  ``Asked`` has the times of one message on both clocks, from which the clocks of two hosts can be aligned.
@@ -15,7 +12,6 @@ the session.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,7 +20,6 @@ from msgspec import Meta
 from weightcast.report import UpdateReport
 
 Outcome = Literal["succeeded", "partial", "failed"]
-SessionOutcome = Literal["committed", "aborted", "quarantined", "reverted"]
 _Label = Annotated[str, Meta(max_length=64)]
 _Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _Index = Annotated[int, Meta(ge=0, lt=1 << 20)]
@@ -58,7 +53,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all events; the JSON form has the class name as ``type``."""
 
 
-# -- trainer, every rank
+# -- every trainer rank
 
 
 class UpdateStarted(_Event, frozen=True, kw_only=True):
@@ -113,7 +108,7 @@ class UpdateEnded(_Event, frozen=True, kw_only=True):
     at: float
 
 
-# -- trainer, head only
+# -- the head alone
 
 
 class AttemptStarted(_Event, frozen=True, kw_only=True):
@@ -177,103 +172,9 @@ class TargetsChanged(_Event, frozen=True, kw_only=True):
     at: float
 
 
-# -- engine
-
-
-class SessionOpened(_Event, frozen=True, kw_only=True):
-    """A trainer has opened a session on this engine.
-
-    Attributes:
-        owner: The trainer's process, in words.
-        traceparent: The trainer's span, in the form of W3C Trace Context; empty without one.
-        at: Monotonic time at which the message had been read.
-        time_s: The moment ``at`` in seconds since 1970.
-    """
-
-    session: str
-    version: int
-    owner: str
-    traceparent: str = ""
-    at: float
-    time_s: float
-
-
-class Answered(_Event, frozen=True, kw_only=True):
-    """This engine has carried out a message.
-
-    Attributes:
-        session: First eight digits of the session's id; empty for a message of no session.
-        message: As ``Asked.message``, and ``readback``.
-        bucket: Index of the bucket; None for other messages.
-        transport: ``ipc`` or ``broadcast`` for a bucket; else empty.
-        bytes: Bytes of the bucket; else 0.
-        began: Monotonic time at which the message had been read.
-        ended: Monotonic time at which the answer was ready.
-        ok: False if it was refused or failed; ``error`` says why.
-        steps: The work of the ranks and of the server.
-    """
-
-    session: str
-    message: str
-    bucket: int | None = None
-    transport: str = ""
-    bytes: int = 0
-    began: float
-    ended: float
-    ok: bool
-    error: str = ""
-    steps: tuple[Step, ...] = ()
-
-
-class SessionEnded(_Event, frozen=True, kw_only=True):
-    """A session of this engine is over, or a committed one was taken back.
-
-    Attributes:
-        version: The version that it brought, or was to bring.
-        serves: The version that the engine serves now; None if unknown.
-        outcome: ``committed``, ``aborted`` (the old version stays), ``quarantined`` or ``reverted``.
-        reason: Why, if it was not committed.
-        stall_s: Seconds without generation.
-    """
-
-    session: str
-    version: int
-    serves: int | None
-    outcome: SessionOutcome
-    reason: str = ""
-    stall_s: float = 0.0
-    at: float
-
-
-class StateChanged(_Event, frozen=True, kw_only=True):
-    """The state or the version of this engine is another than before.
-
-    Attributes:
-        state: ``serving``, ``updating`` or ``quarantined``.
-        version: Version that it serves; None if unknown.
-        reason: Why it is quarantined; else empty.
-    """
-
-    state: str
-    version: int | None
-    reason: str = ""
-    at: float
-
-
-TrainerEvent = UpdateStarted | StepEnded | UpdateEnded | AttemptStarted | Asked | TargetsChanged
-EngineEvent = SessionOpened | Answered | SessionEnded | StateChanged
-Event = TrainerEvent | EngineEvent
+Event = UpdateStarted | StepEnded | UpdateEnded | AttemptStarted | Asked | TargetsChanged
 
 
 def short(session: str) -> str:
     """The part of a session's id that events and logs may show."""
     return session[:8]
-
-
-def within(steps: Sequence[Step], phase: str) -> float:
-    """Seconds that the slowest rank spent in a phase."""
-    by_rank: dict[int | None, float] = {}
-    for step in steps:
-        if step.phase == phase:
-            by_rank[step.rank] = by_rank.get(step.rank, 0.0) + step.seconds
-    return max(by_rank.values(), default=0.0)

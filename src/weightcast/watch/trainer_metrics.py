@@ -10,16 +10,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Summary, start_http_s
 
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
-from weightcast.watch.events import Outcome, TargetsChanged, UpdateEnded, UpdateStarted
-from weightcast.watch.instruments import (
-    UNKNOWN,
-    CountsLater,
-    counted,
-    seconds_by,
-    several_processes,
-    shown_now,
-    unix_time,
-)
+from weightcast.watch.events import Event, Outcome, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.instruments import UNKNOWN, counted, register, seconds_by, several_processes, shown_now
 from weightcast.watch.listeners import Events
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
@@ -67,7 +59,7 @@ class _Instruments:
         self.of_phase = functools.cache(self.update_seconds.labels)
 
 
-class PrometheusMetrics(CountsLater):
+class PrometheusMetrics:
     """Keeps the trainer's metrics; a listener for ``connect(on_event=...)``.
 
     Only the head counts, so every rank may be given the same arguments.  An object belongs to one updater at a time;
@@ -84,7 +76,6 @@ class PrometheusMetrics(CountsLater):
             port: Port of an exporter on the head, which serves ``/metrics``; 0 takes a free one.  None starts none.
             address: Address that the exporter listens on; ``0.0.0.0`` for all of this host.
         """
-        super().__init__({UpdateStarted: self._begin, TargetsChanged: self._targets, UpdateEnded: self._end})
         self._registry = registry or (REGISTRY if port is None else CollectorRegistry())
         self._asked_port = port
         self._address = address
@@ -113,7 +104,7 @@ class PrometheusMetrics(CountsLater):
             )
         if self._made is None:
             made = _Instruments()
-            self.register(made, self._registry)
+            register(made, self._registry)
             self._made = made
         if self._asked_port is not None:
             try:
@@ -125,11 +116,9 @@ class PrometheusMetrics(CountsLater):
                     hint="choose another port, or 0 for any free one",
                 ) from error
         self._attached = True
-        super().attach(events)
 
     def detach(self) -> None:
         """As ``Attached.detach``; ends the exporter, and leaves the metrics in their registry."""
-        super().detach()
         self._attached = False
         if self._server is None:
             return
@@ -139,24 +128,27 @@ class PrometheusMetrics(CountsLater):
         server.server_close()
         thread.join()
 
-    def _begin(self, event: UpdateStarted) -> None:
-        if self._made is not None:
-            self._made.started.inc()
-
-    def _end(self, event: UpdateEnded) -> None:
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
         made = self._made
         if made is None:
             return
-        if event.report is not None:
-            self._report(made, event.report)
-        if event.outcome == "succeeded":
-            made.last_success.set(unix_time(event.at))
-        made.of_outcome[event.outcome].inc()
+        match event:
+            case UpdateStarted():
+                made.started.inc()
+            case TargetsChanged():
+                self._targets(made, event)
+            case UpdateEnded():
+                if event.report is not None:
+                    self._report(made, event.report)
+                if event.outcome == "succeeded":
+                    made.last_success.set_to_current_time()
+                made.of_outcome[event.outcome].inc()
+            case _:
+                pass
 
-    def _targets(self, event: TargetsChanged) -> None:
-        made, targets = self._made, event.targets
-        if made is None:
-            return
+    def _targets(self, made: _Instruments, event: TargetsChanged) -> None:
+        targets = event.targets
         states: dict[str, int] = {state: 0 for state in STATES}
         for target in targets:
             states[target.state] += 1

@@ -1,21 +1,19 @@
-"""Records the steps of an update on this trainer rank, and puts those of all ranks and engines on the head's clock.
-
-Every ``WeightUpdater`` has a ``TimelineRecorder`` among its listeners; the report of the head has the result.
-"""
+"""The record of an update on a trainer rank, and the timeline of all ranks and engines on the head's clock."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from weightcast.timeline.clocks import Alignment, RoundTrip, align
 from weightcast.timeline.tracks import MESSAGES, Side, Span, Timeline, Track
-from weightcast.watch.events import Asked, Step, StepEnded, UpdateStarted
-from weightcast.watch.listeners import ByKind
+from weightcast.watch.events import Asked, AttemptStarted, Step
 
 MAX_STEPS = 20_000  # of all engines: thousands of engine ranks would cost the head memory and time at every update
 MAX_SPANS = 4_000  # of one row
@@ -24,52 +22,39 @@ TRAINER = "trainer"
 _start = operator.attrgetter("start_us", "us")  # of two that begin together, an empty one comes first
 
 
-class RankSteps(msgspec.Struct, frozen=True, kw_only=True):
+class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The message of a trainer rank to the head at the end of an update.
 
     Attributes:
-        steps: Its steps, on its own clock.
+        extra_bytes: Most bytes that it took beside the model.
+        steps: Its steps, on its own clock; empty from the head itself.
         heard: Time at which it heard that the update is over.
         answered: Time at which it sent this message.
     """
 
     rank: int
+    extra_bytes: int = 0
     steps: tuple[Step, ...]
     heard: float
     answered: float
 
 
-class TimelineRecorder(ByKind):
-    """A listener that keeps the steps of the last update as ``recording``; ``Events`` calls it one event at a time."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            {
-                UpdateStarted: self._begin,
-                StepEnded: lambda event: self.recording.add_step(event.step),
-                Asked: lambda event: self.recording.add_message(event),
-            }
-        )
-        self.recording = Recording()
-
-    def _begin(self, event: UpdateStarted) -> None:
-        self.recording = Recording(event.at, event.time_s, event.rank, event.targets)
-
-
+@dataclass(slots=True)
 class Recording:
-    """The steps of one update on this rank, and the messages of the head."""
+    """One update on this trainer rank: its steps and, on the head, its attempts and messages.
 
-    def __init__(
-        self, began: float = 0.0, began_unix_s: float = 0.0, rank: int = 0, targets: tuple[str, ...] = ()
-    ) -> None:
-        """``began`` is monotonic, and ``began_unix_s`` the same moment in seconds since 1970."""
-        self._began = began
-        self._began_unix_s = began_unix_s
-        self._rank = rank
-        self._targets = targets
-        self.steps: list[Step] = []
-        self.asked: list[Asked] = []
-        self._left = MAX_STEPS
+    ``began`` is monotonic, and ``began_unix_s`` the same moment in seconds since 1970.
+    """
+
+    version: int | None = None
+    targets: tuple[str, ...] = ()
+    rank: int = 0
+    began: float = 0.0
+    began_unix_s: float = 0.0
+    steps: list[Step] = field(default_factory=list[Step])
+    asked: list[Asked] = field(default_factory=list[Asked])
+    attempts: list[AttemptStarted] = field(default_factory=list[AttemptStarted])
+    num_left: int = field(default_factory=lambda: MAX_STEPS)  # steps of engines that are kept; negative if too many
 
     def add_step(self, step: Step) -> None:
         """Keeps a step of this rank."""
@@ -78,59 +63,53 @@ class Recording:
 
     def add_message(self, asked: Asked) -> None:
         """Keeps a message to a target."""
-        self._left -= len(asked.steps)
-        kept = asked if self._left >= 0 else msgspec.structs.replace(asked, steps=())
+        self.num_left -= len(asked.steps)
         if len(self.asked) < MAX_STEPS:
-            self.asked.append(kept)
+            self.asked.append(asked if self.num_left >= 0 else msgspec.structs.replace(asked, steps=()))
 
-    def so_far(self) -> Recording:
-        """A copy, to which nothing is added any more: the next attempt of the update, or messages after it."""
-        found = Recording(self._began, self._began_unix_s, self._rank, self._targets)
-        found.steps, found.asked, found._left = list(self.steps), list(self.asked), self._left
-        return found
+    def end_of_rank(self, extra_bytes: int, heard: float) -> RankEnd:
+        """Returns the message of this rank to the head; ``heard`` as in ``RankEnd``."""
+        steps = tuple(self.steps) if self.rank else ()
+        return RankEnd(rank=self.rank, extra_bytes=extra_bytes, steps=steps, heard=heard, answered=time.monotonic())
 
-    def mine(self, heard: float) -> RankSteps:
-        """Returns the steps of this rank for the head; ``heard`` as in ``RankSteps``."""
-        return RankSteps(rank=self._rank, steps=tuple(self.steps), heard=heard, answered=time.monotonic())
 
-    def timeline(self, ranks: Sequence[RankSteps] = (), *, asked_at: float = 0.0, told_at: float = 0.0) -> Timeline:
+    def timeline(
+        self, ranks: Sequence[RankEnd] = (), *, asked_at: float = 0.0, told_at: float = math.inf
+    ) -> Timeline:
         """Puts all steps on this rank's clock.
 
         Args:
             asked_at: Time here before the other ranks were told that the update is over.
-            told_at: Time here after their messages had come.
+            told_at: Time here after their messages had come; what is recorded later is of the next attempt.
         """
         tracks = self._trainer_tracks(ranks, asked_at, told_at)
-        by_target: dict[str, list[tuple[int, Asked]]] = {url: [] for url in self._targets}
+        by_target: dict[str, list[tuple[int, Asked]]] = {url: [] for url in self.targets}
         for number, asked in enumerate(self.asked):
-            by_target.setdefault(asked.target, []).append((number, asked))
+            if asked.ended <= told_at:
+                by_target.setdefault(asked.target, []).append((number, asked))
         for target, messages in by_target.items():
             tracks += self._message_tracks(target, messages)
         for target, messages in by_target.items():
             tracks += self._engine_tracks(target, messages)
-        note = ""
-        if self._left < 0:
-            note = f"Steps of engines are left out: there are more than {MAX_STEPS:,}."
-        return Timeline(began_unix_s=self._began_unix_s, tracks=tuple(tracks), note=note)
+        note = f"Steps of engines are left out: there are more than {MAX_STEPS:,}." if self.num_left < 0 else ""
+        return Timeline(began_unix_s=self.began_unix_s, tracks=tuple(tracks), note=note)
 
-    def _trainer_tracks(self, ranks: Sequence[RankSteps], asked_at: float, told_at: float) -> list[Track]:
-        alone = not ranks
-        tracks = self._tracks("trainer", TRAINER, "rank 0", self._spans(self._head_steps(alone), Alignment()))
-        wire = [step for step in self.steps if step.phase == "wire"]
+    def _trainer_tracks(self, ranks: Sequence[RankEnd], asked_at: float, told_at: float) -> list[Track]:
+        mine = [step for step in self.steps if step.ended <= told_at]
+        steps = [step for step in mine if step.phase != "wire"]
+        if ranks:
+            first = min((step.began for step in steps), default=self.began)
+            steps += _waits([], 0, self.began, first)
+        else:  # one rank has nothing to gather
+            steps = [msgspec.structs.replace(step, phase="fill") if step.phase == "gather" else step for step in steps]
+        tracks = self._tracks("trainer", TRAINER, "rank 0", self._spans(steps, Alignment()))
+        wire = [step for step in mine if step.phase == "wire"]
         tracks += self._tracks("trainer", TRAINER, "rank 0, wire", self._spans(wire, Alignment()))
         for found in ranks:
             way = align([RoundTrip(asked_at, found.heard, found.answered, told_at)]) or Alignment()
-            steps = [*found.steps, *_waits(found.steps, found.rank, self._began - way.offset_s, found.heard)]
+            steps = [*found.steps, *_waits(found.steps, found.rank, self.began - way.offset_s, found.heard)]
             tracks += self._tracks("trainer", TRAINER, f"rank {found.rank}", self._spans(steps, way), way.error_s)
         return tracks
-
-    def _head_steps(self, alone: bool) -> list[Step]:
-        steps = [step for step in self.steps if step.phase != "wire"]
-        if alone:  # one rank has nothing to gather
-            named = (msgspec.structs.replace(step, phase="fill") if step.phase == "gather" else step for step in steps)
-            return list(named)
-        first = min((step.began for step in steps), default=self._began)
-        return [*steps, *_waits([], 0, self._began, first)]
 
     def _message_tracks(self, target: str, messages: Sequence[tuple[int, Asked]]) -> list[Track]:
         spans = [
@@ -163,7 +142,7 @@ class Recording:
         return tracks
 
     def _spans(self, steps: Iterable[Step], way: Alignment) -> list[Span]:
-        shift = way.offset_s - self._began
+        shift = way.offset_s - self.began
         return [
             Span(
                 step.phase,
@@ -177,8 +156,8 @@ class Recording:
     def _span(
         self, name: str, began: float, ended: float, bucket: int | None, flow: int | None = None, error: str = ""
     ) -> Span:
-        start_us = round((began - self._began) * 1e6)
-        return Span(name, start_us, round((ended - self._began) * 1e6) - start_us, bucket, flow, error[:500])
+        start_us = round((began - self.began) * 1e6)
+        return Span(name, start_us, round((ended - self.began) * 1e6) - start_us, bucket, flow, error[:500])
 
     def _tracks(self, side: Side, process: str, name: str, spans: Sequence[Span], error_s: float = 0.0) -> list[Track]:
         """Returns a row for the spans, or several if they overlap."""
