@@ -14,7 +14,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from tests.helpers.watching import session_events, trainer_events
+from tests.helpers.watching import tell_session, trainer_events
 from weightcast.rollout.operator_routes import Metrics
 from weightcast.rollout.scheduler import Stats
 from weightcast.watch import PrometheusMetrics
@@ -33,9 +33,10 @@ GRAFANA = {"$__rate_interval": "5m", "$__range": "3h", "$trainer": ".*", "$engin
 def families() -> list[Metric]:
     """Every metric of ours, after an update on both sides."""
     registry = CollectorRegistry()
-    events = Events([PrometheusMetrics(registry), EngineMetrics(registry, model_name="m", version=0)])
-    for event in [*trainer_events(), *session_events()]:
+    events = Events([PrometheusMetrics(registry)])
+    for event in trainer_events():
         events.emit(event)
+    tell_session(EngineMetrics(registry, model_name="m", version=0))
     stats = Stats(
         running=0,
         waiting=0,

@@ -155,7 +155,7 @@ def sglang(handler: Handler, keys: dict[str, str]) -> FastAPI:
         admin_api_key=keys.get("admin"),
     )
     nothing: Callable[..., Any] = lambda *_, **__: SimpleNamespace(hellos=(), model="m", set_loop=str)  # noqa: E731
-    for name in ("SwitchExecutor", "SglangHooks", "engine_facts", "server_events", "guard_sleep", "check_settings"):
+    for name in ("SwitchExecutor", "SglangHooks", "engine_facts", "server_watchers", "guard_sleep", "check_settings"):
         setattr(endpoints, name, nothing)
     for name in ("ranks_of", "transports_of", "_no_pause", "has_draft", "loses_weights"):
         setattr(endpoints, name, lambda *_, **__: ())
@@ -183,7 +183,7 @@ def lmdeploy(handler: Handler, keys: dict[str, str]) -> FastAPI:
         own.__annotations__ = {"request": dict[str, Any]}
         router.post(path, dependencies=[Depends(lambda: None)])(own)
     nothing: Callable[..., Any] = lambda *_, **__: SimpleNamespace(model="m", set_loop=str)  # noqa: E731
-    for name in ("EngineCalls", "LmdeployHooks", "LmdeployExecutor", "engine_facts", "server_events"):
+    for name in ("EngineCalls", "LmdeployHooks", "LmdeployExecutor", "engine_facts", "server_watchers"):
         setattr(endpoints, name, nothing)
     endpoints.SleepingSessions = lambda *_, **__: handler  # type: ignore[assignment, misc]
     config = SimpleNamespace(

@@ -17,7 +17,7 @@ from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
-from weightcast.watch.listeners import Events, Listener
+from weightcast.watch.sessions import SessionWatcher
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.messages import Join, Message
@@ -93,7 +93,7 @@ class Bench:
         staging: Place = "device",
         tp_size: int = 1,
         keep_storage: bool = False,
-        listener: Listener | None = None,
+        watchers: Sequence[SessionWatcher] = (),
     ) -> None:
         self.models = [FusedModel(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
         weights = weights_of(0)
@@ -124,8 +124,7 @@ class Bench:
             transports=("ipc", "broadcast"),
             specs=tuple(specs_of(weights)),
         )
-        events = Events([listener]) if listener is not None else None
-        self.engine = SessionHandler(self.ranks, self.hooks, facts, events=events)
+        self.engine = SessionHandler(self.ranks, self.hooks, facts, watchers=watchers)
 
     def close(self) -> None:
         self.engine.close()

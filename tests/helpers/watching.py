@@ -8,12 +8,9 @@ import msgspec
 
 from weightcast.report import TargetReport, UpdateReport
 from weightcast.watch.events import (
-    Answered,
     Asked,
     AttemptStarted,
     Event,
-    SessionEnded,
-    SessionOpened,
     Step,
     StepEnded,
     TargetNow,
@@ -21,6 +18,7 @@ from weightcast.watch.events import (
     UpdateEnded,
     UpdateStarted,
 )
+from weightcast.watch.sessions import Answered, SessionRecord, SessionWatcher
 
 A, B = "http://a:8000", "http://b:8000"
 SESSION = "0123abcd"
@@ -92,11 +90,17 @@ def trainer_events() -> list[Event]:
     return [started(), attempt, *asked, *done, targets(a="serving", b="quarantined"), last]
 
 
-def session_events(outcome: Any = "committed", *, traceparent: str = "") -> list[Event]:
-    """A session of two ranks and one bucket."""
-    opened = SessionOpened(
-        session=SESSION, version=7, owner="process 1 on t", traceparent=traceparent, at=5.0, time_s=1005.0
+def tell_session(watcher: SessionWatcher, outcome: Any = "committed", *, traceparent: str = "") -> SessionRecord:
+    """Tells a watcher of a session of two ranks and one bucket."""
+    session = SessionRecord(
+        session=SESSION,
+        version=7,
+        owner="process 1 on t",
+        traceparent=traceparent,
+        began=5.0,
+        began_unix_s=1005.0,
     )
+    watcher.opened(session)
     bucket = Answered(
         session=SESSION,
         message="bucket",
@@ -113,16 +117,18 @@ def session_events(outcome: Any = "committed", *, traceparent: str = "") -> list
             Step("load", 1, 5.3, 5.4, 0),
         ),
     )
-    commit = Answered(
-        session=SESSION, message="commit", began=6.0, ended=6.5, ok=True, steps=(Step("pause", None, 6.0, 6.1),)
-    )
-    end = SessionEnded(
-        session=SESSION,
-        version=7,
-        serves=7 if outcome == "committed" else 6,
-        outcome=outcome,
-        reason="" if outcome == "committed" else "the trainer gave up",
-        stall_s=0.4,
-        at=6.5,
-    )
-    return [opened, bucket, commit, end]
+    pause = (Step("pause", None, 6.0, 6.1),)
+    commit = Answered(session=SESSION, message="commit", began=6.0, ended=6.5, ok=True, steps=pause)
+    for answered in (bucket, commit):
+        session.add(answered)
+        watcher.answered(session, answered)
+    end_session(watcher, session, outcome, at=6.5)
+    return session
+
+
+def end_session(watcher: SessionWatcher, session: SessionRecord, outcome: Any, *, at: float) -> None:
+    """Tells a watcher that a session is over, or was taken back."""
+    good = outcome == "committed"
+    session.outcome, session.reason = outcome, "" if good else "the trainer gave up"
+    session.serves, session.stall_s, session.ended = 7 if good else 6, 0.4, at
+    watcher.ended(session)

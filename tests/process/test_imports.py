@@ -33,12 +33,12 @@ def test_help_does_not_import_torch():
 def test_weightcast_never_imports_opentelemetry_by_itself():
     code = (
         "import sys\n"
-        "from tests.helpers.watching import trainer_events, session_events\n"
+        "from tests.helpers.watching import tell_session, trainer_events\n"
         "from weightcast.watch.listeners import Events\n"
-        "from weightcast.watch.spans import EngineSpans, TrainerSpans\n"
-        "from weightcast.watch.timeline import TimelineRecorder\n"
-        "events = Events([TrainerSpans(TimelineRecorder()), EngineSpans()])\n"
-        "for event in (*trainer_events(), *session_events()): events.emit(event)\n"
+        "from weightcast.watch.spans import EngineSpans\n"
+        "events = Events()\n"
+        "for event in trainer_events(): events.emit(event)\n"
+        "tell_session(EngineSpans())\n"
         "events.close()\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )

@@ -1,4 +1,4 @@
-"""Common to the API servers of all plug-ins: events, waits for the event loop, sleep and wake-up.
+"""Common to the API servers of all plug-ins: watchers, waits for the event loop, sleep and wake-up.
 
 Sleep is kept apart from updates and from requests: new ones wait from the beginning of sleep until all memory is back
 and the weights are known.
@@ -7,7 +7,7 @@ and the weights are known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -18,8 +18,7 @@ from weightcast.errors import DeadlineExceeded, EngineFailure, Refused, error_wo
 from weightcast.receiver.engine_state import EngineFacts, EngineHooks
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.session import SessionHandler
-from weightcast.watch.listeners import Events, Listener
-from weightcast.watch.logs import UpdateLog
+from weightcast.watch.sessions import SessionWatcher
 from weightcast.watch.spans import EngineSpans
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
 
@@ -47,9 +46,15 @@ class SleepingSessions(SessionHandler):
     """The sessions of an engine whose memory may sleep; its description of itself says what does."""
 
     def __init__(
-        self, executor: Executor, hooks: TellsSleep, facts: EngineFacts, *, version: int | None, events: Events
+        self,
+        executor: Executor,
+        hooks: TellsSleep,
+        facts: EngineFacts,
+        *,
+        version: int | None,
+        watchers: Sequence[SessionWatcher],
     ) -> None:
-        super().__init__(executor, hooks, facts, version=version, events=events)
+        super().__init__(executor, hooks, facts, version=version, watchers=watchers)
         self._tells_sleep = hooks
 
     def info(self) -> EngineInfo:
@@ -187,13 +192,13 @@ class EngineLoop:
             stoppable.cancel()
 
 
-def server_events(model_name: str, *, version: int | None, metrics: bool = True) -> Events:
-    """Returns the events for a ``SessionHandler``: log lines, spans, and metrics on the server's own ``/metrics``.
+def server_watchers(model_name: str, *, version: int | None, metrics: bool = True) -> Sequence[SessionWatcher]:
+    """Returns the watchers for a ``SessionHandler``: spans, and metrics on the server's own ``/metrics``.
 
     Args:
         metrics: False for a server without ``/metrics``, or if something else of it has them already.
     """
-    listeners: list[Listener] = [UpdateLog(), EngineSpans()]
+    watchers: list[SessionWatcher] = [EngineSpans()]
     if metrics:
         # Imported here: prometheus_client chooses its multiprocess mode at the import, and servers set the variable
         # for it late.  In that mode they serve what the instruments of the default registry write to files.
@@ -201,5 +206,5 @@ def server_events(model_name: str, *, version: int | None, metrics: bool = True)
 
         from weightcast.watch.engine_metrics import EngineMetrics
 
-        listeners.append(EngineMetrics(REGISTRY, model_name=model_name, version=version))
-    return Events(listeners)
+        watchers.append(EngineMetrics(REGISTRY, model_name=model_name, version=version))
+    return watchers

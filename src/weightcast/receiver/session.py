@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import assert_never
 
@@ -44,8 +44,8 @@ from weightcast.receiver.rank_answers import (
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.report import count_of
 from weightcast.runtime.gc_pause import gc_paused
-from weightcast.watch.listeners import Events
-from weightcast.watch.logs import UpdateLog
+from weightcast.watch.logs import SessionLog
+from weightcast.watch.sessions import SessionWatcher
 from weightcast.wire.answers import Ack, Cause, RankAck, State
 from weightcast.wire.bucket_sources import group_of
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
@@ -97,11 +97,11 @@ class SessionHandler:
         facts: EngineFacts,
         *,
         version: int | None = 0,
-        events: Events | None = None,
+        watchers: Sequence[SessionWatcher] = (),
     ) -> None:
         self.executor = executor  # all ranks, also for work outside a session
         self._engine = EngineState(hooks, facts, version=version, tp_size=executor.tp_size)
-        self._events = SessionEvents(events if events is not None else Events([UpdateLog()]), self._engine)
+        self._events = SessionEvents((SessionLog(), *watchers), self._engine)
         self._session: OpenSession | None = None
         self._last: LastCommit | None = None
         self._joining_unowned = False

@@ -49,8 +49,6 @@ from weightcast.rollout.worker import WorkerSettings, import_for_ranks, make_wor
 from weightcast.runtime.gc_pause import spare_what_lives
 from weightcast.version import __version__
 from weightcast.watch.engine_metrics import EngineMetrics
-from weightcast.watch.listeners import Events
-from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
 
 log = logging.getLogger("weightcast.rollout")
@@ -231,9 +229,7 @@ def _start(
     )
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry, model_name=name, version=config.version)
-    receiver = SessionHandler(
-        executor, scheduler, facts, version=config.version, events=Events([UpdateLog(), EngineSpans(), metrics])
-    )
+    receiver = SessionHandler(executor, scheduler, facts, version=config.version, watchers=(EngineSpans(), metrics))
     stack.callback(receiver.close)
     return RolloutEngine(scheduler=scheduler, text=text, model=name, receiver=receiver, registry=registry)
 

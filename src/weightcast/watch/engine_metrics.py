@@ -69,13 +69,16 @@ class EngineMetrics(SessionWatcher):
         self._now("serving", version)
 
     def opened(self, session: SessionRecord) -> None:
+        """As ``SessionWatcher.opened``."""
         self._started.inc()
 
     def answered(self, session: SessionRecord | None, answered: Answered) -> None:
+        """As ``SessionWatcher.answered``."""
         if answered.ok and answered.bytes:
             self._made.received.labels(self._model, answered.transport).inc(answered.bytes)
 
     def ended(self, session: SessionRecord) -> None:
+        """As ``SessionWatcher.ended``."""
         assert session.outcome is not None and session.ended is not None
         self._finished[session.outcome].inc()
         if session.outcome != "committed":
@@ -87,6 +90,7 @@ class EngineMetrics(SessionWatcher):
         self._last_update.set_to_current_time()
 
     def state_changed(self, session: SessionRecord | None, state: str, version: int | None, reason: str) -> None:
+        """As ``SessionWatcher.state_changed``."""
         self._now(state, version)
 
     def _now(self, state: str, version: int | None) -> None:

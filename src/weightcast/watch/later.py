@@ -64,7 +64,7 @@ def settle() -> None:
 
 def _forked() -> None:
     """Leaves the work to the parent; a forked child has no thread either."""
-    global _later  # noqa: PLW0603
+    global _later
     atexit.unregister(settle)
     _later = _Later()
 

@@ -31,21 +31,25 @@ class UpdateLog:
         self._states: dict[str, str] = {}
 
     def began(self, update: Recording, event: UpdateStarted) -> None:
+        """Tells of the beginning."""
         if trainer_log.isEnabledFor(logging.DEBUG):
             names = ", ".join(event.targets)
             _line(update, logging.DEBUG, "update to version %s over %s: %s", event.version, event.transport, names)
 
     def asked(self, update: Recording, event: Asked) -> None:
+        """Tells of a message to a target."""
         if trainer_log.isEnabledFor(logging.DEBUG):
             text, values = "%s answered %s after %.6f s%s", _message(event)
             _line(update, logging.DEBUG, text, event.target, *values, target=event.target)
 
     def targets(self, update: Recording, event: TargetsChanged) -> None:
+        """Tells which targets are in another state than before."""
         for target in event.targets:
             self._target(update, target)
         self._states = {target.url: target.state for target in event.targets}
 
     def ended(self, update: Recording, event: UpdateEnded) -> None:
+        """Tells of the end."""
         report = event.report
         if event.outcome == "failed":
             if event.error_kind == UpdateFailed.__name__:  # its text begins with these words
@@ -77,13 +81,16 @@ class SessionLog(SessionWatcher):
     """
 
     def opened(self, session: SessionRecord) -> None:
+        """As ``SessionWatcher.opened``."""
         self._line(session, logging.DEBUG, "update opened by %s", session.owner)
 
     def answered(self, session: SessionRecord | None, answered: Answered) -> None:
+        """As ``SessionWatcher.answered``."""
         if engine_log.isEnabledFor(logging.DEBUG):
             self._line(session, logging.DEBUG, "%s took %.6f s%s", *_message(answered))
 
     def ended(self, session: SessionRecord) -> None:
+        """As ``SessionWatcher.ended``."""
         match session.outcome:
             case "committed":
                 text, stall_s = "version %s serves; stall %.6f s", session.stall_s
@@ -98,6 +105,7 @@ class SessionLog(SessionWatcher):
                 pass
 
     def state_changed(self, session: SessionRecord | None, state: str, version: int | None, reason: str) -> None:
+        """As ``SessionWatcher.state_changed``."""
         if state == "quarantined":
             # Without a version, the engine was told to drop its weights (sleep level 2).
             self._line(session, logging.ERROR if version is not None else logging.WARNING, "quarantined: %s", reason)

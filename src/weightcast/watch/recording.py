@@ -72,10 +72,7 @@ class Recording:
         steps = tuple(self.steps) if self.rank else ()
         return RankEnd(rank=self.rank, extra_bytes=extra_bytes, steps=steps, heard=heard, answered=time.monotonic())
 
-
-    def timeline(
-        self, ranks: Sequence[RankEnd] = (), *, asked_at: float = 0.0, told_at: float = math.inf
-    ) -> Timeline:
+    def timeline(self, ranks: Sequence[RankEnd] = (), *, asked_at: float = 0.0, told_at: float = math.inf) -> Timeline:
         """Puts all steps on this rank's clock.
 
         Args:

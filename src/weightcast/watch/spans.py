@@ -152,6 +152,7 @@ class EngineSpans(SessionWatcher):
         self._otel: _Otel | None = None
 
     def ended(self, session: SessionRecord) -> None:
+        """As ``SessionWatcher.ended``."""
         otel = self._otel = self._otel or _Otel.here()
         if otel is not None:
             # A revert may change the record before its spans are made.

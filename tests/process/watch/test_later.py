@@ -22,11 +22,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.trace import set_tracer_provider
 from tests.helpers.watching import trainer_events
 from weightcast.watch.listeners import Events
-from weightcast.watch.spans import TrainerSpans
-from weightcast.watch.timeline import TimelineRecorder
 
-recorder = TimelineRecorder()
-events = Events([recorder, TrainerSpans(recorder)])
+events = Events()
 provider = TracerProvider()  # after the listener was made, as in a trainer that connects first
 provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(formatter=lambda span: span.name + "\\n")))
 set_tracer_provider(provider)
@@ -41,19 +38,16 @@ def test_spans_of_an_update_just_before_the_end_of_the_process_are_exported():
 
 FORKED = """
 import os
-from weightcast.watch.later import Later
+from weightcast.watch import later
 
-mine, its_own = (Later(lambda text: print(text, flush=True)) for _ in range(2))
-mine.keep("of the parent")
-mine.due()
+later.put_off(lambda: print("of the parent", flush=True))
 child = os.fork()
 if child == 0:
-    mine.settle()
-    its_own.keep("of the child")
-    its_own.due()  # starts a thread of the child's own
+    later.settle()
+    later.put_off(lambda: print("of the child", flush=True))  # starts a thread of the child's own
     raise SystemExit
 assert os.waitpid(child, 0)[1] == 0
-mine.settle()
+later.settle()
 """
 
 

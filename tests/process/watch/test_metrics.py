@@ -13,14 +13,15 @@ from tests.helpers.watching import A, B
 
 MULTIPROCESS = """
 from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, multiprocess
-from tests.helpers.watching import session_events, targets, trainer_events
+from tests.helpers.watching import targets, tell_session, trainer_events
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics
 from weightcast.watch.listeners import Events
 
-events = Events([PrometheusMetrics(), EngineMetrics(REGISTRY, model_name="m", version=6)])
-for event in [*trainer_events(), *session_events(), targets(b="serving")]:
+events = Events([PrometheusMetrics()])
+for event in [*trainer_events(), targets(b="serving")]:
     events.emit(event)
+tell_session(EngineMetrics(REGISTRY, model_name="m", version=6))
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())

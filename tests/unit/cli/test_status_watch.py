@@ -10,9 +10,9 @@ from rich.console import Console
 
 from weightcast.cli import status_watch
 from weightcast.cli.status_watch import TokenRates, duration, table_of
-from weightcast.receiver.session_events import LastUpdate
 from weightcast.update.observe import Observation, Requests, parse_requests
-from weightcast.watch.events import Answered, SessionEnded, SessionOpened, StateChanged, Step
+from weightcast.watch.events import Step
+from weightcast.watch.sessions import Answered, SessionRecord
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineStatus, UpdateStatus, decode_status
 
@@ -167,46 +167,17 @@ def test_status_survives_json_and_fields_of_a_newer_engine():
     assert decode_status(json.dumps(newer).encode()) == status
 
 
-def opened(at: float = 10.0, version: int = 7) -> SessionOpened:
-    return SessionOpened(session="abcd", version=version, owner="process 4", at=at, time_s=0.0)
-
-
 def bucket(index: int, **changes) -> Answered:
     fields = dict(session="abcd", message="bucket", bucket=index, bytes=100, began=10.0, ended=11.0, ok=True)
     return Answered(**(fields | changes))
 
 
-def test_last_update_counts_what_arrived_and_the_slowest_rank():
-    last = LastUpdate()
-    assert last.status() is None
-    last(opened())
-    last(bucket(0, steps=(Step("load", 0, 1.0, 1.5, 0), Step("load", 1, 1.0, 1.2, 0), Step("wire", 1, 0.0, 0.1, 0))))
-    last(bucket(1, steps=(Step("load", 0, 2.0, 2.5, 1), Step("load", 1, 2.0, 2.9, 1))))
-    last(bucket(2, ok=False))
-    last(bucket(3, session="other"))
-    running = last.status()
-    assert running is not None
-    assert (running.outcome, running.buckets, running.bytes, running.ago_s) == ("running", 2, 200, None)
-    assert running.phases == {"load": pytest.approx(1.1), "wire": pytest.approx(0.1)}
-    last(SessionEnded(session="abcd", version=7, serves=7, outcome="committed", stall_s=0.2, at=12.0))
-    ended = last.status()
-    assert ended is not None
-    assert (ended.outcome, ended.stall_s, ended.seconds) == ("committed", 0.2, 2.0)
-    assert ended.ago_s is not None
-    last(SessionEnded(session="abcd", version=7, serves=6, outcome="reverted", reason="another\x1b[31m", at=13.0))
-    back = last.status()
-    assert back is not None
-    assert (back.outcome, back.reason) == ("reverted", "another\\x1b[31m")
-
-
-def test_age_of_a_version_begins_anew_with_each_version(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr("weightcast.receiver.session_events.time.monotonic", lambda: now)
-    last = LastUpdate()
-    last(StateChanged(state="updating", version=None, at=105.0))
-    now = 110.0
-    assert last.since_s == 10
-    last(StateChanged(state="serving", version=1, at=108.0))
-    assert last.since_s == 2
-    last(StateChanged(state="updating", version=1, at=109.0))
-    assert last.since_s == 2
+def test_session_record_counts_what_arrived_and_the_slowest_rank():
+    record = SessionRecord(session="abcd", version=7, owner="process 4", began=10.0, began_unix_s=0.0)
+    record.add(
+        bucket(0, steps=(Step("load", 0, 1.0, 1.5, 0), Step("load", 1, 1.0, 1.2, 0), Step("wire", 1, 0.0, 0.1, 0)))
+    )
+    record.add(bucket(1, steps=(Step("load", 0, 2.0, 2.5, 1), Step("load", 1, 2.0, 2.9, 1))))
+    record.add(bucket(2, ok=False))
+    assert (record.outcome, record.buckets, record.bytes) == (None, 2, 200)
+    assert record.phases() == {"load": pytest.approx(1.1), "wire": pytest.approx(0.1)}

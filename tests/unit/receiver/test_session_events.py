@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.helpers.clock import PATIENCE_S
@@ -13,44 +14,44 @@ from tests.helpers.models import weights_of
 from tests.helpers.session_bench import Bench
 from tests.helpers.sessions import Sender
 from weightcast.errors import EngineFailure
-from weightcast.watch.events import Answered, Event, SessionEnded, SessionOpened, StateChanged
+from weightcast.watch.sessions import Answered, SessionRecord, SessionWatcher
 from weightcast.wire.messages import Revert
 
 TRACEPARENT = "00-" + "0123456789abcdef" * 2 + "-" + "89abcdef" * 2 + "-01"
 
 
-class Heard:
-    """Remembers events and can be waited for."""
+class Heard(SessionWatcher):
+    """Remembers what it is told, and can be waited for."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.calls: list[str] = []  # sessions and states in short, in order
+        self.answers: list[Answered] = []
+        self.sessions: list[SessionRecord] = []  # that were opened
+        self.ends: list[SessionRecord] = []
+        self.reasons: list[str] = []  # of states
         self.more = threading.Condition()
 
-    def __call__(self, event: Event) -> None:
+    def opened(self, session: SessionRecord) -> None:
+        self.sessions.append(session)
+        self.calls.append(f"opened {session.version}")
+
+    def answered(self, session: SessionRecord | None, answered: Answered) -> None:
+        self.answers.append(answered)
+
+    def ended(self, session: SessionRecord) -> None:
+        self.calls.append(f"{session.outcome} {session.version}, serves {session.serves}")
         with self.more:
-            self.events.append(event)
+            self.ends.append(replace(session))
             self.more.notify_all()
 
-    def of(self, *kinds: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kinds)]
+    def state_changed(self, session: SessionRecord | None, state: str, version: int | None, reason: str) -> None:
+        self.reasons.append(reason)
+        self.calls.append(f"{state} {version}")
 
-    def told(self) -> list[str]:
-        """Sessions and states in short, in order."""
-        found: list[str] = []
-        for event in self.of(SessionOpened, SessionEnded, StateChanged):
-            match event:
-                case SessionOpened():
-                    found.append(f"opened {event.version}")
-                case SessionEnded():
-                    found.append(f"{event.outcome} {event.version}, serves {event.serves}")
-                case _:
-                    found.append(f"{event.state} {event.version}")
-        return found
-
-    def wait(self, kind: type) -> Any:
+    def end(self) -> SessionRecord:
         with self.more:
-            assert self.more.wait_for(lambda: self.of(kind), PATIENCE_S)
-            return self.of(kind)[0]
+            assert self.more.wait_for(lambda: self.ends, PATIENCE_S)
+            return self.ends[0]
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def bench(heard):
     made: list[Bench] = []
 
     def make(**options: Any) -> Bench:
-        made.append(Bench(listener=heard, **options))
+        made.append(Bench(watchers=[heard], **options))
         return made[-1]
 
     yield make
@@ -78,11 +79,11 @@ def test_a_committed_session_has_the_steps_of_every_rank(bench, heard, tp_size):
     engine.transfer(sender)
     ack = engine.tell(sender.commit(sender.digests()[1]))
 
-    assert heard.told() == ["opened 1", "updating 0", "committed 1, serves 1", "serving 1"]
-    [opened], [ended] = heard.of(SessionOpened), heard.of(SessionEnded)
+    assert heard.calls == ["opened 1", "updating 0", "committed 1, serves 1", "serving 1"]
+    [opened], [ended] = heard.sessions, heard.ends
     assert (opened.session, opened.traceparent) == (sender.session[:8], TRACEPARENT)
     assert ended.stall_s == ack.stall_s > 0
-    answered = heard.of(Answered)
+    answered = heard.answers
     buckets = len(sender.layouts)
     assert [event.message for event in answered] == ["open", *["bucket"] * buckets, "close", "commit"]
     assert all(event.ok and event.session == sender.session[:8] for event in answered)
@@ -95,9 +96,8 @@ def test_a_committed_session_has_the_steps_of_every_rank(bench, heard, tp_size):
             assert event.began <= step.began <= step.ended <= event.ended
     assert {step.phase for step in answered[-1].steps} == {"switch", "verify", "pause", "resume"}
     assert {step.rank for step in answered[-1].steps if step.phase == "pause"} == {None}
-    # A reader may take the events in their order: a session's last answer comes before its end.
-    assert heard.events.index(answered[-1]) < heard.events.index(ended)
-    assert heard.events.index(opened) < heard.events.index(answered[0])
+    assert ended.last == answered[-1]
+    assert ended.bytes == sum(event.bytes for event in answered)
 
 
 def test_an_answer_tells_the_trainer_the_same_steps_and_when_it_was_made(bench, heard):
@@ -105,7 +105,7 @@ def test_an_answer_tells_the_trainer_the_same_steps_and_when_it_was_made(bench, 
     sender = Sender(weights_of(1), version=1)
     acks = [engine.tell(message) for message in sender.transfer()]
     acks.append(engine.tell(sender.commit(sender.digests()[1])))
-    for ack, event in zip(acks, heard.of(Answered), strict=True):
+    for ack, event in zip(acks, heard.answers, strict=True):
         assert ack.steps == event.steps
         assert (ack.heard, ack.answered) == (event.began, event.ended)
     assert [ack.answered for ack in acks] == sorted(ack.answered for ack in acks)
@@ -114,7 +114,8 @@ def test_an_answer_tells_the_trainer_the_same_steps_and_when_it_was_made(bench, 
 def test_a_refused_message_of_a_stranger_is_an_answer_and_no_more(bench, heard):
     engine = bench()
     engine.refuse(Sender(weights_of(1), version=1).commit())
-    [answered] = heard.events
+    [answered] = heard.answers
+    assert heard.calls == []
     assert (answered.message, answered.ok) == ("commit", False)
     assert "no such session" in answered.error
 
@@ -124,8 +125,8 @@ def test_an_aborted_session_leaves_the_old_version(bench, heard):
     sender = Sender(weights_of(1), version=1)
     engine.transfer(sender)
     engine.tell(sender.abort("the trainer\ngave up"))
-    assert heard.told() == ["opened 1", "updating 0", "aborted 1, serves 0", "serving 0"]
-    [ended] = heard.of(SessionEnded)
+    assert heard.calls == ["opened 1", "updating 0", "aborted 1, serves 0", "serving 0"]
+    [ended] = heard.ends
     assert ended.reason == "the trainer gave up"  # one line, whatever the trainer sends
 
 
@@ -135,14 +136,14 @@ def test_a_lost_lease_ends_a_session_once(bench, heard):
     engine.tell(sender.open)
     engine.engine.lease_lost(sender.session)
     engine.engine.lease_lost(sender.session)
-    [ended] = heard.of(SessionEnded)
+    [ended] = heard.ends
     assert (ended.outcome, ended.reason) == ("aborted", "the trainer's connection was lost")
 
 
 def test_a_lease_that_runs_out_ends_the_session(bench, heard):
     engine = bench()
     engine.tell(Sender(weights_of(1), version=1, lease_s=0.05).open)
-    assert heard.wait(SessionEnded).reason == "nothing was heard for 0.05 s"
+    assert heard.end().reason == "nothing was heard for 0.05 s"
 
 
 def test_weights_that_differ_at_the_commit_end_the_session(bench, heard):
@@ -152,8 +153,8 @@ def test_weights_that_differ_at_the_commit_end_the_session(bench, heard):
     names = sender.digests()[1]
     ack = engine.engine.apply(sender.commit(dict.fromkeys(names, "0" * 16)))
     assert not ack.ok
-    assert heard.told() == ["opened 1", "updating 0", "aborted 1, serves 0", "serving 0"]
-    [ended] = heard.of(SessionEnded)
+    assert heard.calls == ["opened 1", "updating 0", "aborted 1, serves 0", "serving 0"]
+    [ended] = heard.ends
     assert "differs from what was sent" in ended.reason
 
 
@@ -163,13 +164,14 @@ def test_an_update_that_breaks_off_without_staging_quarantines_and_the_next_one_
     engine.tell(sender.open)
     engine.tell(sender.announce(0))
     engine.tell(sender.abort("gone"))
-    assert heard.told() == ["opened 1", "updating 0", "quarantined 1, serves 0", "quarantined 0"]
-    [ended] = heard.of(SessionEnded)
+    assert heard.calls == ["opened 1", "updating 0", "quarantined 1, serves 0", "quarantined 0"]
+    [ended] = heard.ends
     assert "half way" in ended.reason
     assert ended.stall_s > 0
-    heard.events.clear()
+    heard.calls.clear()
+    heard.ends.clear()
     engine.update(2)
-    assert heard.told() == ["opened 2", "committed 2, serves 2", "serving 2"]
+    assert heard.calls == ["opened 2", "committed 2, serves 2", "serving 2"]
 
 
 def test_a_rank_that_is_lost_quarantines_in_the_middle_of_a_session(bench, heard, monkeypatch):
@@ -182,9 +184,8 @@ def test_a_rank_that_is_lost_quarantines_in_the_middle_of_a_session(bench, heard
 
     monkeypatch.setattr(engine.ranks, "apply", lost)
     assert not engine.engine.apply(sender.announce(0)).ok
-    assert heard.told() == ["opened 1", "updating 0", "quarantined 0"]
-    [*_, changed] = heard.of(StateChanged)
-    assert changed.reason == "rank 0 is gone"
+    assert heard.calls == ["opened 1", "updating 0", "quarantined 0"]
+    assert heard.reasons[-1] == "rank 0 is gone"
 
 
 @pytest.mark.parametrize("hook", ["drop_caches", "set_version", "resume"])
@@ -194,7 +195,7 @@ def test_a_hook_that_fails_after_the_switch_is_a_quarantine(bench, heard, hook):
     sender = Sender(weights_of(1), version=1)
     engine.transfer(sender)
     assert not engine.engine.apply(sender.commit(sender.digests()[1])).ok
-    assert heard.told() == ["opened 1", "updating 0", "quarantined 1, serves 1", "quarantined 1"]
+    assert heard.calls == ["opened 1", "updating 0", "quarantined 1, serves 1", "quarantined 1"]
 
 
 def test_a_revert_is_told_once(bench, heard):
@@ -203,12 +204,13 @@ def test_a_revert_is_told_once(bench, heard):
     sender = Sender(weights_of(2), version=2)
     engine.transfer(sender)
     engine.tell(sender.commit(sender.digests()[1]))
-    heard.events.clear()
+    heard.calls.clear()
+    heard.ends.clear()
     revert = Revert(session=sender.session, reason="another engine failed")
     engine.tell(revert)
     engine.tell(revert)
-    assert heard.told() == ["reverted 2, serves 1", "serving 1"]
-    [ended] = heard.of(SessionEnded)
+    assert heard.calls == ["reverted 2, serves 1", "serving 1"]
+    [ended] = heard.ends
     assert ended.reason == "another engine failed"
 
 
@@ -218,14 +220,14 @@ def test_a_commit_that_is_said_again_is_no_second_end(bench, heard):
     engine.transfer(sender)
     for _ in range(2):
         engine.tell(sender.commit(sender.digests()[1]))
-    assert len(heard.of(SessionEnded)) == 1
+    assert len(heard.ends) == 1
 
 
 def test_weights_that_were_dropped_on_purpose_are_told(bench, heard):
     engine = bench()
     with engine.engine.between_updates():
         engine.engine.discarded("asleep at level 2")
-    assert heard.told() == ["quarantined None"]
+    assert heard.calls == ["quarantined None"]
 
 
 def test_a_new_trainer_ends_the_old_session_before_its_own_begins(bench, heard):
@@ -234,16 +236,45 @@ def test_a_new_trainer_ends_the_old_session_before_its_own_begins(bench, heard):
     engine.tell(old.open)
     engine.engine._interrupt_if_current(old.session, "the trainer left")
     engine.tell(new.open)
-    assert heard.told() == ["opened 1", "updating 0", "aborted 1, serves 0", "opened 2"]
+    assert heard.calls == ["opened 1", "updating 0", "aborted 1, serves 0", "opened 2"]
 
 
-def test_a_listener_that_fails_does_not_fail_the_update():
-    def breaks(event: Event) -> None:
-        raise RuntimeError(msgspec.json.encode(event).decode())
+def test_a_watcher_that_fails_does_not_fail_the_update():
+    class Fails(SessionWatcher):
+        def opened(self, session: SessionRecord) -> None:
+            raise RuntimeError(session.session)
 
-    engine = Bench(listener=breaks)
+        def ended(self, session: SessionRecord) -> None:
+            raise RuntimeError(session.session)
+
+    engine = Bench(watchers=[Fails()])
     try:
         assert engine.update(1).ok
         assert engine.serves(1)
     finally:
         engine.close()
+
+
+def test_status_tells_of_the_last_update_and_how_long_the_version_serves(bench):
+    engine = bench()
+    before = engine.engine.status()
+    assert (before.update, before.version) == (None, 0)
+    sender = Sender(weights_of(1), version=1)
+    engine.transfer(sender)
+    running = engine.engine.status()
+    assert running.update is not None
+    assert (running.update.outcome, running.update.ago_s) == ("running", None)
+    assert running.update.buckets == len(sender.layouts)
+    assert running.since_s >= before.since_s  # the old version still serves
+    began = time.monotonic()
+    engine.tell(sender.commit(sender.digests()[1]))
+    done = engine.engine.status()
+    assert done.since_s <= time.monotonic() - began
+    assert done.update is not None
+    assert (done.update.outcome, done.update.version) == ("committed", 1)
+    assert done.update.ago_s is not None
+    assert {"wire", "load", "switch", "pause"} <= set(done.update.phases)
+    engine.tell(Revert(session=sender.session, reason="another\x1b[31m"))
+    back = engine.engine.status()
+    assert back.update is not None
+    assert (back.update.outcome, back.update.reason, back.version) == ("reverted", "another\\x1b[31m", 0)

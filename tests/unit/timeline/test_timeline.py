@@ -12,17 +12,18 @@ from tests.helpers.trace_format import check_format
 from weightcast.report import UpdateReport
 from weightcast.timeline.perfetto import Update, trace_of
 from weightcast.timeline.tracks import Span, Timeline, Track
-from weightcast.watch import timeline as recording
+from weightcast.watch import recording
 from weightcast.watch.events import Asked, Step, StepEnded, UpdateStarted
-from weightcast.watch.timeline import RankSteps, TimelineRecorder
+from weightcast.watch.listeners import Events
+from weightcast.watch.recording import RankEnd
 
 URL, OTHER = "http://10.0.0.7:8000", "http://10.0.0.8:8000"
 BOOT = 5000.0  # the engine's host started so much earlier than the head's
 
 
-def recorder(targets=(URL,)) -> TimelineRecorder:
-    found = TimelineRecorder()
-    found(UpdateStarted(version=3, transport="broadcast", targets=targets, rank=0, at=100.0, time_s=1.7e9))
+def recorder(targets=(URL,)) -> Events:
+    found = Events()
+    found.emit(UpdateStarted(version=3, transport="broadcast", targets=targets, rank=0, at=100.0, time_s=1.7e9))
     return found
 
 
@@ -49,7 +50,7 @@ def row(timeline: Timeline, process: str, name: str) -> Track:
 def test_steps_of_an_engine_are_moved_to_the_clock_of_the_head():
     found = recorder()
     inside = (Step("wire", 0, 100.2 + BOOT, 100.3 + BOOT, 0), Step("load", 0, 100.3 + BOOT, 100.35 + BOOT, 0))
-    found(asked("bucket", 100.1, 100.4, bucket=0, steps=inside))
+    found.emit(asked("bucket", 100.1, 100.4, bucket=0, steps=inside))
     rank = row(found.recording.timeline(), URL, "rank 0")
     assert [span.name for span in rank.spans] == ["wire", "load"]
     error = rank.clock_error_us
@@ -64,7 +65,7 @@ def test_ranks_on_a_third_host_are_aligned_with_their_server_and_add_its_error()
     for number in range(3):
         at = 100.1 + number
         steps = (Step("load", 1, at + 0.01 + third, at + 0.29 + third, number),)
-        found(asked("bucket", at, at + 0.3, bucket=number, steps=steps))
+        found.emit(asked("bucket", at, at + 0.3, bucket=number, steps=steps))
     server, rank = row(found.recording.timeline(), URL, "messages"), row(found.recording.timeline(), URL, "rank 1")
     assert rank.clock_error_us > server.clock_error_us > 0
     for number, span in enumerate(rank.spans):
@@ -73,7 +74,7 @@ def test_ranks_on_a_third_host_are_aligned_with_their_server_and_add_its_error()
 
 def test_processes_of_the_same_host_have_no_error():
     found = recorder()
-    found(asked("bucket", 100.1, 100.4, bucket=0, steps=(Step("load", 0, 100.2, 100.3, 0),), boot=0.0))
+    found.emit(asked("bucket", 100.1, 100.4, bucket=0, steps=(Step("load", 0, 100.2, 100.3, 0),), boot=0.0))
     assert found.recording.timeline().clock_error_us == 0
     assert row(found.recording.timeline(), URL, "rank 0").spans == (Span("load", 200_000, 100_000, 0),)
 
@@ -81,8 +82,8 @@ def test_processes_of_the_same_host_have_no_error():
 def test_an_answer_to_commit_that_is_repeated_later_does_not_move_the_rank():
     found = recorder()
     for at in (100.1, 100.5):
-        found(asked("bucket", at, at + 0.3, bucket=0, steps=(Step("load", 0, at + 0.1, at + 0.2, 0),), boot=0.0))
-    found(asked("commit", 103.0, 103.2, steps=(Step("switch", 0, 101.0, 101.1),), boot=0.0))
+        found.emit(asked("bucket", at, at + 0.3, bucket=0, steps=(Step("load", 0, at + 0.1, at + 0.2, 0),), boot=0.0))
+    found.emit(asked("commit", 103.0, 103.2, steps=(Step("switch", 0, 101.0, 101.1),), boot=0.0))
     rank = row(found.recording.timeline(), URL, "rank 0")
     assert rank.clock_error_us == 0
     assert rank.spans[-1] == Span("switch", 1_000_000, 100_000)
@@ -91,7 +92,7 @@ def test_an_answer_to_commit_that_is_repeated_later_does_not_move_the_rank():
 def test_overlapping_messages_get_rows_of_their_own():
     found = recorder()
     for number in range(4):  # two are under way at any time
-        found(asked("bucket", 100.0 + 0.1 * number, 100.19 + 0.1 * number, bucket=number, boot=0.0))
+        found.emit(asked("bucket", 100.0 + 0.1 * number, 100.19 + 0.1 * number, bucket=number, boot=0.0))
     timeline = found.recording.timeline()
     assert [track.name for track in timeline.tracks if track.side == "engine"] == ["messages", "messages (2)"]
     for track in timeline.tracks:
@@ -101,7 +102,7 @@ def test_overlapping_messages_get_rows_of_their_own():
 
 def test_a_failed_message_says_why_and_a_stock_engine_has_the_heads_row_alone():
     found = recorder((URL, OTHER))
-    found(asked("bucket", 100.1, 100.2, bucket=0, error="refused: out of memory"))
+    found.emit(asked("bucket", 100.1, 100.2, bucket=0, error="refused: out of memory"))
     timeline = found.recording.timeline()
     assert [(track.side, track.name) for track in timeline.tracks] == [("trainer", f"messages to {URL}")]
     assert timeline.tracks[0].spans[0].error == "refused: out of memory"
@@ -109,9 +110,9 @@ def test_a_failed_message_says_why_and_a_stock_engine_has_the_heads_row_alone():
 
 def test_one_rank_fills_and_several_gather_and_wait():
     found = recorder()
-    found(StepEnded(step=Step("gather", 0, 100.1, 100.2, 0)))
+    found.emit(StepEnded(step=Step("gather", 0, 100.1, 100.2, 0)))
     assert [span.name for span in found.recording.timeline().tracks[0].spans] == ["fill"]
-    other = RankSteps(rank=1, steps=(Step("gather", 1, 9100.1, 9100.2, 0),), heard=9100.5, answered=9100.5)
+    other = RankEnd(rank=1, steps=(Step("gather", 1, 9100.1, 9100.2, 0),), heard=9100.5, answered=9100.5)
     timeline = found.recording.timeline([other], asked_at=100.4999, told_at=100.5001)
     assert [span.name for span in row(timeline, "trainer", "rank 0").spans] == ["wait", "gather"]
     follower = row(timeline, "trainer", "rank 1")
@@ -123,7 +124,7 @@ def test_one_rank_fills_and_several_gather_and_wait():
 def test_the_time_between_pause_and_resume_is_a_stall():
     found = recorder()
     steps = (Step("pause", None, 100.1, 100.15), Step("resume", None, 100.3, 100.31))
-    found(asked("commit", 100.0, 100.4, steps=steps, boot=0.0))
+    found.emit(asked("commit", 100.0, 100.4, steps=steps, boot=0.0))
     server = row(found.recording.timeline(), URL, "server")
     assert [(span.name, span.us) for span in server.spans] == [
         ("pause", 50_000),
@@ -134,9 +135,9 @@ def test_the_time_between_pause_and_resume_is_a_stall():
 
 def test_an_update_forgets_the_one_before():
     found = recorder()
-    found(StepEnded(step=Step("open", 0, 100.1, 100.2)))
-    found(UpdateStarted(version=4, transport="ipc", targets=(URL,), rank=0, at=200.0, time_s=1.8e9))
-    found(StepEnded(step=Step("open", 0, 200.5, 200.6)))
+    found.emit(StepEnded(step=Step("open", 0, 100.1, 100.2)))
+    found.emit(UpdateStarted(version=4, transport="ipc", targets=(URL,), rank=0, at=200.0, time_s=1.8e9))
+    found.emit(StepEnded(step=Step("open", 0, 200.5, 200.6)))
     timeline = found.recording.timeline()
     assert timeline.began_unix_s == 1.8e9
     assert [span.start_us for span in timeline.tracks[0].spans] == [500_000]
@@ -149,7 +150,7 @@ def test_memory_is_bounded_and_what_is_left_out_is_said(monkeypatch):
     for number in range(8):
         at = 100.0 + number
         steps = (Step("wire", 0, at + 0.1, at + 0.2, number), Step("load", 0, at + 0.2, at + 0.3, number))
-        found(asked("bucket", at, at + 0.5, bucket=number, steps=steps, boot=0.0))
+        found.emit(asked("bucket", at, at + 0.5, bucket=number, steps=steps, boot=0.0))
     timeline = found.recording.timeline()
     rank = row(timeline, URL, "rank 0")
     assert (len(rank.spans), rank.dropped) == (5, 5)  # ten steps were kept, and five are shown
@@ -161,9 +162,9 @@ def test_memory_is_bounded_and_what_is_left_out_is_said(monkeypatch):
 
 def a_timeline() -> Timeline:
     found = recorder()
-    found(StepEnded(step=Step("send", 0, 100.05, 100.45, 0)))
+    found.emit(StepEnded(step=Step("send", 0, 100.05, 100.45, 0)))
     steps = (Step("wire", 0, 100.2, 100.3, 0), Step("load", 0, 100.3, 100.35, 0))
-    found(asked("bucket", 100.1, 100.4, bucket=0, steps=steps))
+    found.emit(asked("bucket", 100.1, 100.4, bucket=0, steps=steps))
     return found.recording.timeline()
 
 
@@ -226,12 +227,11 @@ def test_a_timeline_survives_json_and_pickle(copied):
     assert after.timeline == before.timeline == a_timeline()
 
 
-def test_a_copy_of_a_recording_ends_where_it_was_taken():
+def test_a_timeline_ends_where_its_attempt_did():
     found = recorder()
-    found(asked("commit", 100.1, 100.2))
-    copy = found.recording.so_far()
-    found(asked("leave", 100.3, 100.4))
-    assert copy.timeline().end_us == 200_000
+    found.emit(asked("commit", 100.1, 100.2))
+    found.emit(asked("leave", 100.3, 100.4))
+    assert found.recording.timeline(told_at=100.25).end_us == 200_000
     assert found.recording.timeline().end_us == 400_000
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
-from tests.helpers.watching import SESSION, A, B, ended, report, row, session_events, started, targets, trainer_events
-from weightcast.watch.events import SessionEnded, StateChanged
+from tests.helpers.watching import SESSION, A, B, ended, report, row, started, targets, tell_session, trainer_events
 from weightcast.watch.listeners import Events
-from weightcast.watch.logs import UpdateLog
+from weightcast.watch.logs import SessionLog
 
 
 @pytest.fixture
 def lines(caplog):
     caplog.set_level(logging.DEBUG, "weightcast")
-    log = Events([UpdateLog()])
+    log = Events()
 
-    def tell(*events, level: int = logging.INFO) -> list[tuple[str, str, str]]:
+    def tell(*events, level: int = logging.INFO, events_of: Events = log) -> list[tuple[str, str, str]]:
         caplog.clear()
         for event in events:
-            log.emit(event)
-        log.settle()
+            event() if callable(event) else events_of.emit(event)
         for record in caplog.records:
             assert record.name.startswith("weightcast.")
             assert all(hasattr(record, field) for field in ("session", "version", "target"))
@@ -66,30 +63,9 @@ def test_an_error_that_begins_with_the_version_is_the_whole_line(lines):
     assert (level, text) == ("ERROR", said)
 
 
-def test_the_line_of_a_commit_has_the_time_of_the_commit_however_late_it_is_written(lines):
-    now, ago_s = time.time(), 4000.0
-    event = SessionEnded(
-        session=SESSION, version=7, serves=7, outcome="committed", stall_s=0.1, at=time.monotonic() - ago_s
-    )
-    lines(event)
-    [record] = lines.records()
-    assert record.created == pytest.approx(now - ago_s, abs=60)
-    assert record.funcName == "_committed"
-    told = logging.Formatter("%(asctime)s").format(record)
-    first, last = (logging.Formatter().formatTime(at_time(record, now - ago_s + more)) for more in (-60, 60))
-    assert first < told < last
-    assert record.msecs == pytest.approx(record.created % 1 * 1000)
-
-
-def at_time(record: logging.LogRecord, created: float) -> logging.LogRecord:
-    """A copy of a record with another time."""
-    other = logging.makeLogRecord(vars(record))
-    other.created = created
-    return other
-
-
 def test_other_ranks_say_nothing(lines):
-    assert lines(started(rank=1), ended("succeeded", report(row(A)), rank=1), level=logging.DEBUG) == []
+    told = [started(rank=1), ended("succeeded", report(row(A)), rank=1)]
+    assert lines(*told, level=logging.DEBUG, events_of=Events(rank=1)) == []
 
 
 def test_every_message_is_told_at_debug_alone(lines):
@@ -107,19 +83,15 @@ def test_every_message_is_told_at_debug_alone(lines):
     ],
 )
 def test_the_end_of_a_session_is_one_line(lines, outcome, level, text):
-    told = lines(*session_events(outcome))
+    told = lines(lambda: tell_session(SessionLog(), outcome))
     assert told == [(level, "weightcast.receiver", text)]
     assert "update opened by process 1 on t" in [record.getMessage() for record in lines.records()]
     assert {record.session for record in lines.records()} == {SESSION}
 
 
-def test_a_success_is_told_before_what_comes_after_it(lines):
-    told = lines(*session_events("committed"), StateChanged(state="quarantined", version=7, reason="lost", at=9.0))
-    assert [text for _, _, text in told] == ["version 7 serves; stall 0.400000 s", "quarantined: lost"]
-
-
 def test_a_quarantine_is_an_error_and_a_planned_loss_of_weights_a_warning(lines):
-    state = StateChanged(state="quarantined", version=3, reason="half way", at=1.0)
-    assert lines(state) == [("ERROR", "weightcast.receiver", "quarantined: half way")]
-    [(level, _, _)] = lines(StateChanged(state="quarantined", version=None, reason="asleep", at=1.0))
+    log = SessionLog()
+    told = lines(lambda: log.state_changed(None, "quarantined", 3, "half way"))
+    assert told == [("ERROR", "weightcast.receiver", "quarantined: half way")]
+    [(level, _, _)] = lines(lambda: log.state_changed(None, "quarantined", None, "asleep"))
     assert level == "WARNING"

@@ -14,11 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.helpers.metrics import Series, series
-from tests.helpers.watching import A, B, ended, report, row, session_events, started, targets, trainer_events
+from tests.helpers.watching import A, B, ended, report, row, started, targets, tell_session, trainer_events
 from weightcast.errors import ConfigError
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics
-from weightcast.watch.events import StateChanged
 from weightcast.watch.listeners import Events
 
 
@@ -91,6 +90,15 @@ def test_a_failed_update_without_a_report_counts_as_failed(trainer):
     assert found["weightcast_updates_finished_total", "failed"] == 1
 
 
+def test_a_function_of_the_callers_that_reads_metrics_reads_them_with_its_event():
+    registry = CollectorRegistry()
+    read: list[float | None] = []
+    name = "weightcast_updates_finished_total"
+    push = lambda _: read.append(registry.get_sample_value(name, {"outcome": "succeeded"}))  # noqa: E731
+    Events([push, PrometheusMetrics(registry)]).emit(ended())
+    assert read == [1]
+
+
 def test_series_of_a_target_that_left_are_gone(trainer):
     trainer(targets(a="serving", b="serving"), ended("succeeded", report(row(A), row(B))))
     found = trainer(targets(b="serving"))
@@ -152,11 +160,12 @@ def test_one_object_cannot_serve_two_updaters_nor_one_registry_two_objects():
 @pytest.fixture
 def engine():
     registry = CollectorRegistry()
-    metrics = Events([EngineMetrics(registry, model_name="m", version=6)])
+    metrics = EngineMetrics(registry, model_name="m", version=6)
 
-    def tell(*events: Any) -> Series:
-        for event in events:
-            metrics.emit(event)
+    def tell(outcome: str | None = None, state: str = "serving", version: int | None = 6) -> Series:
+        if outcome is not None:
+            session = tell_session(metrics, outcome)
+            metrics.state_changed(session, state, version, "")
         return series(generate_latest(registry).decode())
 
     return tell
@@ -171,7 +180,7 @@ def test_an_engine_that_has_had_no_update_says_what_it_serves(engine):
 
 
 def test_a_committed_session_is_counted_with_the_phases_of_its_slowest_rank(engine):
-    found = engine(*session_events(), StateChanged(state="serving", version=7, at=7.0))
+    found = engine("committed", version=7)
     assert found["weightcast_engine_updates_started_total", "m"] == 1
     assert found["weightcast_engine_updates_finished_total", "m", "committed"] == 1
     assert found["weightcast_engine_received_bytes_total", "m", "ipc"] == 1000
@@ -186,7 +195,7 @@ def test_a_committed_session_is_counted_with_the_phases_of_its_slowest_rank(engi
 
 @pytest.mark.parametrize("outcome", ["aborted", "quarantined"])
 def test_a_session_without_a_commit_has_an_outcome_and_no_duration(engine, outcome):
-    found = engine(*session_events(outcome), StateChanged(state="quarantined", version=None, at=7.0))
+    found = engine(outcome, "quarantined", None)
     assert found["weightcast_engine_updates_finished_total", "m", outcome] == 1
     assert not [name for name in found if name[0].startswith("weightcast_engine_update_seconds")]
     assert found["weightcast_engine_state", "m", "quarantined"] == 1
@@ -196,8 +205,7 @@ def test_a_session_without_a_commit_has_an_outcome_and_no_duration(engine, outco
 
 def test_names_follow_prometheus(trainer, engine):
     """Base units as suffix, ``_total`` for counters alone, no unit in the middle."""
-    events = [*trainer_events(), *session_events()]
-    names = {name[0] for name in (*trainer(*events), *engine(*events))}
+    names = {name[0] for name in (*trainer(*trainer_events()), *engine("committed"))}
     for name in names:
         assert re.fullmatch(r"weightcast_[a-z_]+", name), name
         assert not re.search(r"_(ms|milliseconds|minutes|mb|gb|count_total)(_|$)", name), name

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import opentelemetry.trace
 import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from tests.helpers.tracing import plain, spans_in_memory, tree
-from tests.helpers.watching import A, B, ended, session_events, started, trainer_events
+from tests.helpers.watching import A, B, end_session, ended, started, tell_session, trainer_events
 from weightcast.watch import later
-from weightcast.watch.events import Answered, Asked, AttemptStarted, SessionEnded
-from weightcast.watch.later import Later
+from weightcast.watch.events import Asked, AttemptStarted
 from weightcast.watch.listeners import Events
-from weightcast.watch.spans import EngineSpans, TrainerSpans
-from weightcast.watch.timeline import TimelineRecorder
+from weightcast.watch.sessions import Answered
+from weightcast.watch.spans import EngineSpans
 
 TRAINER_TREE = [
     [
@@ -45,20 +42,16 @@ def exporter(monkeypatch):
         yield found
 
 
-def trainer_spans() -> Events:
-    recorder = TimelineRecorder()
-    return Events([recorder, TrainerSpans(recorder)])
-
-
-def engine_spans() -> Events:
-    return Events([EngineSpans()])
-
-
 def told(watching, events, *, settles=True):
     for event in events:
         watching.emit(event)
     if settles:
-        watching.settle()
+        later.settle()
+
+
+def told_engine(outcome="committed", *, traceparent=""):
+    tell_session(EngineSpans(), outcome, traceparent=traceparent)
+    later.settle()
 
 
 def exported(exporter):
@@ -66,7 +59,7 @@ def exported(exporter):
 
 
 def test_an_update_is_one_tree_with_phases_and_targets(exporter):
-    told(trainer_spans(), trainer_events())
+    told(Events(), trainer_events())
     spans = exported(exporter)
     assert tree(spans) == TRAINER_TREE
     assert len({span["trace"] for span in spans}) == 1
@@ -88,22 +81,8 @@ def test_an_update_is_one_tree_with_phases_and_targets(exporter):
     assert targets[A]["events"][1][1] == pytest.approx({"weightcast.seconds": 0.6, "weightcast.count": 2})
 
 
-def test_spans_are_made_by_the_thread_that_looks_after_an_update_or_by_who_settles(exporter, monkeypatch):
-    looked: list[Later] = []
-    monkeypatch.setattr(later, "_THREAD", SimpleNamespace(look_at=looked.append))
-    watching = trainer_spans()
-    *before, end = trainer_events()
-    told(watching, before, settles=False)
-    assert not looked
-    told(watching, [end], settles=False)
-    assert looked == [watching._later]
-    assert not exporter.get_finished_spans()
-    watching.settle()
-    assert "weightcast.update" in {span.name for span in exporter.get_finished_spans()}
-
-
 def test_the_next_update_does_not_disturb_the_spans_of_the_one_before(exporter):
-    watching = trainer_spans()
+    watching = Events()
     told(watching, trainer_events(), settles=False)
     told(watching, [started(version=8, at=30.0), ended("failed", version=8, at=31.0)])
     first, second = [span for span in exported(exporter) if span["name"] == "weightcast.update"]
@@ -114,7 +93,7 @@ def test_the_next_update_does_not_disturb_the_spans_of_the_one_before(exporter):
 
 
 def test_a_failed_update_says_so(exporter):
-    told(trainer_spans(), [started(), ended("failed", error="no target is active", error_kind="ConfigError")])
+    told(Events(), [started(), ended("failed", error="no target is active", error_kind="ConfigError")])
     [root] = [span for span in exported(exporter) if span["name"] == "weightcast.update"]
     assert root["error"] == "ConfigError: no target is active"
 
@@ -124,7 +103,7 @@ def test_each_attempt_has_targets_of_its_own(exporter):
         AttemptStarted(number=number, session="0" * 8, version=7, targets=targets, at=10.0 + number)
         for number, targets in ((1, (A, B)), (2, (A,)))
     )
-    told(trainer_spans(), [started(), first, second, ended("failed")])
+    told(Events(), [started(), first, second, ended("failed")])
     spans = exported(exporter)
     assert [span["name"] for span in spans].count("weightcast.target") == 3
     assert spans[-1]["values"]["weightcast.attempts"] == 2
@@ -138,7 +117,7 @@ def test_a_message_belongs_to_the_attempt_in_which_it_was_sent(exporter):
     asked = [Asked(target=A, message=name, began=began, ended=end, ok=True) for began, end, name in sent]
     # The answer to `open` comes in the second attempt, and that to `abort` after the update.
     order = [started(), asked[0], first, second, asked[1], asked[2], ended("succeeded", at=13.0), asked[3]]
-    told(trainer_spans(), order)
+    told(Events(), order)
     targets = [span for span in exported(exporter) if span["values"].get("weightcast.target") == A]
     targets.sort(key=lambda span: span["began"])
     names = [[name.removeprefix("weightcast.") for name, _ in span["events"]] for span in targets]
@@ -148,7 +127,7 @@ def test_a_message_belongs_to_the_attempt_in_which_it_was_sent(exporter):
 
 def test_an_update_continues_the_callers_span_and_gives_it_back(exporter):
     tracer = opentelemetry.trace.get_tracer("trainer")
-    watching = trainer_spans()
+    watching = Events()
     with tracer.start_as_current_span("step") as step:
         begin, *rest, end = trainer_events()
         told(watching, [begin])
@@ -166,11 +145,11 @@ def test_an_update_continues_the_callers_span_and_gives_it_back(exporter):
 
 
 def test_an_engine_continues_the_span_of_its_target(exporter):
-    trainer = trainer_spans()
+    trainer = Events()
     begin, attempt, *rest = trainer_events()
     told(trainer, [begin, attempt])
     traceparent = trainer.traceparent(A)
-    told(engine_spans(), session_events(traceparent=traceparent))
+    told_engine(traceparent=traceparent)
     told(trainer, rest)
     spans = exported(exporter)
     [session] = [span for span in spans if span["name"] == "weightcast.session"]
@@ -183,20 +162,20 @@ def test_an_engine_continues_the_span_of_its_target(exporter):
 
 
 def test_an_engine_of_an_untraced_trainer_begins_a_trace_of_its_own(exporter):
-    told(engine_spans(), session_events())
+    told_engine()
     spans = exported(exporter)
     assert tree(spans) == ENGINE_TREE
     ranks = {(span["name"], span["values"].get("weightcast.rank")) for span in spans}
     assert {("weightcast.wire", 0), ("weightcast.wire", 1), ("weightcast.pause", None)} <= ranks
     [session] = [span for span in spans if span["name"] == "weightcast.session"]
-    assert session["began"] == pytest.approx(1005.1e9)
+    assert session["began"] == pytest.approx(1005.0e9)
     assert session["kind"] == "SERVER"
     assert session["error"] is None
 
 
 @pytest.mark.parametrize("outcome", ["aborted", "quarantined"])
 def test_a_session_that_was_not_committed_is_an_error(exporter, outcome):
-    told(engine_spans(), session_events(outcome))
+    told_engine(outcome)
     [session] = [span for span in exported(exporter) if span["name"] == "weightcast.session"]
     assert session["error"] == "the trainer gave up"
     assert session["values"]["weightcast.outcome"] == outcome
@@ -204,14 +183,11 @@ def test_a_session_that_was_not_committed_is_an_error(exporter, outcome):
 
 def test_a_revert_is_a_span_beside_its_session(exporter):
     parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
-    events = session_events(traceparent=parent)
-    end = events[-1]
-    assert isinstance(end, SessionEnded)
-    revert = Answered(session=end.session, message="revert", began=8.0, ended=9.0, ok=True)
-    back = SessionEnded(
-        session=end.session, version=7, serves=6, outcome="reverted", reason="another failed", stall_s=0.1, at=9.0
-    )
-    told(engine_spans(), [*events, revert, back])
+    watcher = EngineSpans()
+    session = tell_session(watcher, traceparent=parent)
+    session.add(Answered(session=session.session, message="revert", began=8.0, ended=9.0, ok=True))
+    end_session(watcher, session, "reverted", at=9.0)
+    later.settle()
     spans = {span["name"]: span for span in exported(exporter)}
     assert spans["weightcast.revert"]["parent"] == spans["weightcast.session"]["parent"] == int("cd" * 8, 16)
     assert spans["weightcast.revert"]["ended"] - spans["weightcast.revert"]["began"] == pytest.approx(1e9)
@@ -219,11 +195,11 @@ def test_a_revert_is_a_span_beside_its_session(exporter):
 
 def test_a_trace_that_is_not_sampled_is_handed_on_and_makes_no_spans(monkeypatch):
     with spans_in_memory(monkeypatch, ParentBased(ALWAYS_OFF)) as exporter:
-        trainer = trainer_spans()
+        trainer = Events()
         begin, attempt, *rest = trainer_events()
         told(trainer, [begin, attempt])
         traceparent = trainer.traceparent(A)
-        told(engine_spans(), session_events(traceparent=traceparent))
+        told_engine(traceparent=traceparent)
         told(trainer, rest)
         assert not int(traceparent[-2:], 16) & 1  # not sampled
         assert exporter.get_finished_spans() == ()
@@ -231,9 +207,9 @@ def test_a_trace_that_is_not_sampled_is_handed_on_and_makes_no_spans(monkeypatch
 
 def test_without_an_sdk_there_are_no_spans_and_no_traceparent(monkeypatch):
     monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", None)
-    trainer = trainer_spans()
+    trainer = Events()
     begin, attempt, *rest = trainer_events()
     told(trainer, [begin, attempt])
     assert trainer.traceparent(A) == ""
     told(trainer, rest)
-    told(engine_spans(), session_events())
+    told_engine()

@@ -28,7 +28,8 @@ from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.runtime.steps import Steps
 from weightcast.version import __version__
-from weightcast.watch.listeners import Events, Listener
+from weightcast.watch.listeners import Listener
+from weightcast.watch.sessions import SessionWatcher
 from weightcast.wire.answers import RankAck
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
@@ -118,7 +119,7 @@ class Engine:
             reads_remote=not nixl.missing(),
             specs=tuple(expected),
         )
-        engine = self._receiving = SessionHandler(executor, side.decoding, facts, events=Events(self.listeners()))
+        engine = self._receiving = SessionHandler(executor, side.decoding, facts, watchers=self.watchers())
         app = FastAPI()
         app.include_router(weight_routes(engine))
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -134,8 +135,8 @@ class Engine:
         for pipe in side.pipes:
             pipe.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
 
-    def listeners(self) -> Sequence[Listener]:
-        """Returns the listeners of the engine's events."""
+    def watchers(self) -> Sequence[SessionWatcher]:
+        """Returns the watchers of the engine's sessions."""
         return ()
 
     def update(self, version: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from weightcast.plugins.api_server import SleepingSessions, server_events
+from weightcast.plugins.api_server import SleepingSessions, server_watchers
 from weightcast.plugins.drafts import draft_setting, keeps_draft
 from weightcast.plugins.lmdeploy.engine_hooks import NO_IN_PLACE, EngineCalls, LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words
@@ -60,8 +60,8 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str, keys: Sequence
         no_pause={"in_place": NO_IN_PLACE} if config.enable_prefix_caching else {},
         hazards=(keeps_draft("LMDeploy"),) if async_engine.speculative_config and not draft_setting() else (),
     )
-    events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
-    engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
+    watchers = server_watchers(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
+    engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, watchers=watchers)
     cannot_wake = f"no sleep: {NO_ANSWERS}, so it could not wake up" if mp_executor(config) else ""
 
     def note_loop() -> None:

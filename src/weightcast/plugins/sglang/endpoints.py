@@ -13,7 +13,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.routing import APIRoute
 
 from weightcast.config import PauseMode
-from weightcast.plugins.api_server import SleepingSessions, server_events
+from weightcast.plugins.api_server import SleepingSessions, server_watchers
 from weightcast.plugins.drafts import keeps_draft
 from weightcast.plugins.rank_sockets import SwitchExecutor, engine_facts, transports_of
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
@@ -68,8 +68,8 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
         no_pause=_no_pause(server_args),
         hazards=(keeps_draft("SGLang"),) if has_draft(server_args) and not updates_draft(server_args) else (),
     )
-    events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(settings.enable_metrics))
-    engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
+    watchers = server_watchers(facts.model, version=_FIRST_VERSION, metrics=bool(settings.enable_metrics))
+    engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, watchers=watchers)
     guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(settings))
 
     def note_loop() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from weightcast.errors import ConfigError, Refused
-from weightcast.plugins.api_server import SleepingSessions, server_events
+from weightcast.plugins.api_server import SleepingSessions, server_watchers
 from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
 from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
 from weightcast.plugins.vllm.answer_versions import AddsVersions, watch
@@ -184,7 +184,7 @@ class Endpoints(Late):
         )
         self._hooks = hooks
         self._engine = SleepingSessions(
-            executor, hooks, facts, version=_FIRST_VERSION, events=server_events(name, version=_FIRST_VERSION)
+            executor, hooks, facts, version=_FIRST_VERSION, watchers=server_watchers(name, version=_FIRST_VERSION)
         )
         self._adapters = Adapters(
             hooks,
