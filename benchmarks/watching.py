@@ -34,9 +34,11 @@ from weightcast.lab.bench import ours  # noqa: E402
 from weightcast.lab.bench.machine import facts  # noqa: E402
 from weightcast.lab.bench.methods import Layout, Method, Turn  # noqa: E402
 from weightcast.lab.bench.rig import Rig  # noqa: E402
+from weightcast.watch import later  # noqa: E402
 from weightcast.watch.events import Event  # noqa: E402
-from weightcast.watch.listeners import Events, Listener  # noqa: E402
-from weightcast.watch.timeline import Recording, TimelineRecorder  # noqa: E402
+from weightcast.watch.listeners import Listener  # noqa: E402
+from weightcast.watch.recording import Recording  # noqa: E402
+from weightcast.watch.sessions import SessionWatcher  # noqa: E402
 
 _LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
 _PAUSE_S = 0.25  # what is done later is done in it
@@ -83,21 +85,21 @@ SPENT, SPENT_SILENT = Spent(), Spent()
 
 
 class Switch:
-    """Switches all listeners of a process on or off, also those for logs, spans and the timeline that it always has."""
+    """Switches everything that watches in a process on or off, also the log, spans and timeline that it always has."""
 
-    def __init__(self, events: Events) -> None:
-        self._events: Any = events
-        self._settings: dict[bool, dict[str, Any]] = {}
-        for on, spent in ((True, SPENT), (False, SPENT_SILENT)):
-            heard = {name: vars(events)[name] if on else () for name in ("_listeners", "_tracing")}
-            self._settings[on] = {**heard, "_hearing": {}, "emit": spent.timed("listening_s", events.emit)}
-        self._recorders = [one for one in vars(events)["_listeners"] if isinstance(one, TimelineRecorder)]
+    def __init__(self, watched: Any, *, silent: dict[str, Any], hands: str) -> None:
+        """Takes what an object has in place of its attributes when it is silent, and its method that hands on."""
+        self._watched = watched
+        known = vars(watched)
+        call = getattr(watched, hands)
+        self._settings = {
+            True: {**{name: known[name] for name in silent}, hands: SPENT.timed("listening_s", call)},
+            False: {**silent, hands: SPENT_SILENT.timed("listening_s", call)},
+        }
 
     def turn(self, on: bool) -> Spent:
         """Switches, until the next turn; returns where the time is counted."""
-        vars(self._events).update(self._settings[on])
-        for recorder in self._recorders:
-            recorder.recording = Recording()  # else an update without it would send the steps of the one before
+        vars(self._watched).update(self._settings[on])
         return SPENT if on else SPENT_SILENT
 
 
@@ -114,7 +116,9 @@ class Trainer(ours.Trainer):
         """As ``Trainer.prepare``."""
         super().prepare()
         updater: Any = self._updater
-        self.switch = Switch(updater._events)
+        events = updater._events
+        own = dict.fromkeys(events._own, lambda _: None)
+        self.switch = Switch(events, silent={"_listeners": (), "_own": own, "recording": Recording()}, hands="emit")
 
     def listeners(self) -> Sequence[Listener]:
         """Metrics with an exporter, a callback, and a writer like TensorBoard's; ``connect`` adds logs and spans."""
@@ -148,18 +152,17 @@ class Engine(ours.Engine):
         """As ``Engine.prepare``."""
         super().prepare()
         handler: Any = self._receiving
-        self.switch = Switch(handler._events._events)
+        self.switch = Switch(handler._events, silent={"_watchers": ()}, hands="_tell")
 
-    def listeners(self) -> Sequence[Listener]:
-        """Logs, spans and metrics."""
+    def watchers(self) -> Sequence[SessionWatcher]:
+        """Spans and metrics; the log is always there."""
         from prometheus_client import CollectorRegistry
 
         from weightcast.watch.engine_metrics import EngineMetrics
-        from weightcast.watch.logs import UpdateLog
         from weightcast.watch.spans import EngineSpans
 
         switch_on()
-        return [UpdateLog(), EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
+        return [EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
 
     def update(self, version: int) -> dict[str, float]:
         """As ``Engine.update``.  What comes after the new weights are live counts in the next turn."""
@@ -226,8 +229,8 @@ def switch_on() -> None:
     export = SPENT.timed("exporting_s", exporter.export)
     # FastAPI makes spans of its own for every request once a process has an SDK; they are not what is measured.
     exporter.export = lambda spans: export([span for span in spans if span.name.startswith("weightcast.")])
-    events: Any = Events
-    events._work_on = SPENT.timed("later_s", events._work_on)
+    work: Any = later._later
+    work.settle = SPENT.timed("later_s", work.settle)
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(exporter))
     set_tracer_provider(provider)

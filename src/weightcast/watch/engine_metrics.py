@@ -79,7 +79,8 @@ class EngineMetrics(SessionWatcher):
 
     def ended(self, session: SessionRecord) -> None:
         """As ``SessionWatcher.ended``."""
-        assert session.outcome is not None and session.ended is not None
+        assert session.outcome is not None
+        assert session.ended is not None
         self._finished[session.outcome].inc()
         if session.outcome != "committed":
             return

@@ -140,5 +140,5 @@ class Events:
 
     def _ended(self, event: UpdateEnded) -> None:
         if self.rank == 0:
+            self._guard.call(self._spans, "UpdateEnded", self._spans.end, event)  # it calls the SDK
             self._log.ended(self.recording, event)
-            self._spans.end(event)

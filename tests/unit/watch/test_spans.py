@@ -7,7 +7,7 @@ import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from tests.helpers.tracing import plain, spans_in_memory, tree
-from tests.helpers.watching import A, B, end_session, ended, started, tell_session, trainer_events
+from tests.helpers.watching import A, B, end_session, ended, report, row, started, tell_session, trainer_events
 from weightcast.watch import later
 from weightcast.watch.events import Asked, AttemptStarted
 from weightcast.watch.listeners import Events
@@ -116,7 +116,17 @@ def test_a_message_belongs_to_the_attempt_in_which_it_was_sent(exporter):
     sent = [(10.5, 10.6, "join"), (11.1, 12.1, "open"), (12.2, 12.5, "commit"), (12.6, 14.0, "abort")]
     asked = [Asked(target=A, message=name, began=began, ended=end, ok=True) for began, end, name in sent]
     # The answer to `open` comes in the second attempt, and that to `abort` after the update.
-    order = [started(), asked[0], first, second, asked[1], asked[2], ended("succeeded", at=13.0), asked[3]]
+    done = ended("succeeded", report(row(A)), at=13.0)
+    order = [
+        started(),
+        asked[0],
+        first,
+        second,
+        asked[1],
+        asked[2],
+        done,
+        asked[3],
+    ]
     told(Events(), order)
     targets = [span for span in exported(exporter) if span["values"].get("weightcast.target") == A]
     targets.sort(key=lambda span: span["began"])
