@@ -7,7 +7,7 @@ part       task                                                         to add o
 =========  ===========================================================  =============================
 Exporter   turns the trainer's model into named, unsharded tensors      pass an object to ``connect``
 Adapter    turns each step of an update into requests to one engine     ``adapters/registry.py``
-Transport  moves filled buckets; owns groups, buffers and threads       a file in ``transports/``
+Carrier    moves filled buckets; owns groups, buffers and threads       a file in ``transports/``
 =========  ===========================================================  =============================
 
 One update calls them in this order::
@@ -16,11 +16,11 @@ One update calls them in this order::
     exporter.changed()                                      # if so: look_again(), and prepare(group) once more
     adapter.check(specs, transport=..., bucket_bytes=...)   # preflight: nothing has been sent
     adapter.open(message)                                   # pauses an engine that cannot stage
-    transport.connect()                                     # sends adapter.join(invitation)
+    carrier.connect()                                       # sends adapter.join(invitation)
     for layout in layouts:
         exporter.fill(bucket, layout, group)                # gathers shards into the bucket
-        transport.send(bucket, shared)                      # sends adapter.bucket(...)
-    transport.drain()
+        carrier.send(bucket, shared)                        # sends adapter.bucket(...)
+    carrier.drain()
     adapter.close(message)                                  # every engine has every bucket
     adapter.commit(message)                                 # switches, stamps the version, resumes
 
@@ -455,57 +455,67 @@ class FromFolder(Protocol):
 # -- the way between them
 
 
-class Transport(Protocol):
-    """Moves filled buckets to every target, in order, two in flight.  Runs on the head trainer rank."""
+class Cell(Protocol):
+    """Targets whose ranks are in one process group, so that they fail together.
 
-    name: str
+    Attributes:
+        failure: What failed in this attempt; None if nothing has.
+    """
+
+    failure: WeightcastError | None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The targets."""
+        ...
+
+
+class Carrier:
+    """Moves filled buckets to some targets, in order, two in flight.  This is the end on the head trainer rank."""
+
+    name: str = ""
 
     def connect(self) -> None:
-        """Makes the group of the current targets, if this transport needs one and has none."""
-        ...
+        """Makes the group of the current targets, if this carrier needs one and has none."""
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Starts sending a bucket and waits until the previous one may be filled again."""
-        ...
+        raise NotImplementedError
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket sent so far, and raises what failed."""
-        ...
 
     def settle(self) -> None:
         """Waits until no transfer is in progress; raises nothing for a failed one."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Ends transfers in progress, so that no process waits.  Safe to call twice and from any thread."""
-        ...
 
     def close(self) -> None:
         """Releases groups and buffers on both sides.  Safe to call twice."""
-        ...
 
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """The groups of this carrier.  The failure of one is raised too."""
+        return ()
 
-@runtime_checkable
-class Exchanging(Protocol):
-    """A transport over groups of all trainer ranks, each of which sends its own parts to engine ranks."""
+    # Groups of all trainer ranks, each of which sends its own parts to engine ranks.
 
-    def invite(self) -> Sequence[Invited]:
+    def invite(self) -> None:
         """Begins an attempt and opens the rendezvous of new groups, which ``connect`` then makes.
 
-        Returns ``invited``; a group that lives from an earlier update is not made again.
+        A group that lives from an earlier update is not made again.
         """
-        ...
 
     @property
     def invited(self) -> Sequence[Invited]:
         """The groups that every trainer rank must join, and ``connect`` makes."""
-        ...
+        return ()
 
     @property
     def members(self) -> Mapping[str, UpdateGroup]:
-        """The head's end of each group that is well, by its name."""
-        ...
+        """The head's end of each group that is well and has all trainer ranks, by its name."""
+        return {}
 
     def lost(self, name: str, error: WeightcastError) -> None:
         """Ends the transfers in a group in which messages of a trainer rank failed; raises the error of the cause."""
-        ...

@@ -21,10 +21,11 @@ PROOFS = ("none", "received", "partial", "resident", "behaviour")  # levels of p
 
 
 class LegReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The way of the weights from some trainer ranks to some ranks of an engine.
+    """A carrier of the weights from some trainer ranks to some ranks of an engine.
 
     Attributes:
-        by: The way: that of ``direct``, such as ``"memory"`` or ``"messages"``, or a transport's name.
+        by: What carries them: ``"mapped"`` (engine ranks read the weights where trainer ranks keep them), ``"buffer"``
+            (they read a shared bucket), ``"group"`` (an nccl or gloo group), ``"rdma"`` or ``"file"``.
     """
 
     ranks: tuple[int, ...]
@@ -59,8 +60,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         peak_extra_bytes: Most extra memory of any engine rank during the session, in bytes.
         not_updated: Names of the engine's tensors that this update did not write.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
-        legs: The way to each engine rank from each trainer rank, with ``direct``, and where the engine's ranks are on
-            several hosts; otherwise empty.
+        legs: What carries the weights to each engine rank from each trainer rank; empty if none was tried.
         message: Further information; the engine's own words after a refusal.
         notes: Failures beside the update that did not stop it, such as a group that the engine did not leave.
     """
@@ -198,7 +198,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             proof = f"proof {row.proof}{part}"
             by = f", by {row.transport}" if mixed and row.transport else ""
             lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}{by}")
-            if row.legs:
+            if len(row.legs) > 1:
                 lines.append(f"              {'; '.join(map(str, row.legs))}")
             if row.not_updated:
                 shown = ", ".join(row.not_updated[:5])

@@ -35,7 +35,7 @@ from weightcast.comm.update_group import UpdateGroup
 from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
-from weightcast.update import choose, head
+from weightcast.update import choose
 from weightcast.watch.events import AttemptStarted, Event
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
@@ -141,8 +141,7 @@ def test_an_engine_that_comes_back_is_in_its_cell_again(engines, fresh):
 
 
 def test_a_group_that_fails_with_nobody_to_blame_is_divided_for_the_next_update(engines, monkeypatch, caplog):
-    for place in (choose, head):
-        monkeypatch.setattr(place, "FEW_RANKS", 1)
+    monkeypatch.setattr(choose, "FEW_RANKS", 1)
     start, cut = UpdateGroup.start_broadcast, list[str]()
 
     def cut_between_engines(self: UpdateGroup, data: torch.Tensor, **options: Any) -> Any:

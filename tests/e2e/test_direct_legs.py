@@ -183,13 +183,13 @@ def test_bytes_between_ranks_of_one_host_go_by_memory_and_only_the_rest_on_the_w
     assert all(report == reports[0] for report in reports)
     on_alpha, on_beta = (0, 1), (2, 3)
     assert legs(rows[0]) == {
-        ((0,), "memory", on_alpha),
-        ((0,), "messages", on_beta),
-        ((1,), "memory", on_beta),
-        ((1,), "messages", on_alpha),
+        ((0,), "buffer", on_alpha),
+        ((0,), "group", on_beta),
+        ((1,), "buffer", on_beta),
+        ((1,), "group", on_alpha),
     }
-    assert legs(rows[1]) == {((0,), "memory", on_alpha), ((0,), "messages", on_beta)}
-    assert legs(rows[2]) == {((0, 1), "memory", on_beta), ((0, 1), "messages", on_alpha)}
+    assert legs(rows[1]) == {((0,), "buffer", on_alpha), ((0,), "group", on_beta)}
+    assert legs(rows[2]) == {((0, 1), "buffer", on_beta), ((0, 1), "group", on_alpha)}
 
 
 def update_all(job: Ranks, engines: list[SpreadEngine], mesh: tuple[int, ...], **options: object) -> list[dict]:
@@ -211,9 +211,9 @@ def test_replica_on_the_ranks_own_host_is_read_and_hosts_without_trainers_get_me
     rows = update_all(job, engines, (2, 2))
     sent = sum(host.sent_bytes() - old for host, old in zip((alpha, beta), before, strict=True))
     everybody = (0, 1, 2, 3)
-    assert legs(rows[0]) == {((0,), "memory", (0, 1)), ((1,), "messages", everybody)}
-    assert legs(rows[1]) == {((0,), "memory", (2, 3))}
-    assert legs(rows[2]) == {((0, 1), "messages", everybody)}
+    assert legs(rows[0]) == {((0,), "buffer", (0, 1)), ((1,), "group", everybody)}
+    assert legs(rows[1]) == {((0,), "buffer", (2, 3))}
+    assert legs(rows[2]) == {((0, 1), "group", everybody)}
     # The embedding once for each of the three ranks on gamma, in each of two updates.
     embedding = weights_of(0)["embed.weight"].nbytes
     assert 6 * embedding < sent < 9 * embedding
@@ -227,16 +227,16 @@ def test_one_trainer_rank_reaches_its_host_by_memory_and_another_by_messages(pla
         [alone] = update_all(ranks, [spread(alpha)], (1,), direct_by="mixed")
     finally:
         ranks.close()
-    assert legs(first) == {((0,), "memory", (0,)), ((1,), "messages", (0,))}
-    assert legs(second) == legs(alone) == {((0,), "memory", (0,))}
+    assert legs(first) == {((0,), "buffer", (0,)), ((1,), "group", (0,))}
+    assert legs(second) == legs(alone) == {((0,), "buffer", (0,))}
 
 
 def test_memory_that_cannot_be_mapped_gives_way_to_messages_in_the_same_update(places, job, spread) -> None:
     alpha, beta, _ = places
     refused, other = spread(alpha, beta, stranger=1), spread(alpha)
     rows = update_all(job, [refused, other], (4,), on_failure="quarantine")
-    assert legs(rows[0]) == {((0, 1), "messages", (0, 1, 2, 3))}
-    assert legs(rows[1]) == {((0,), "memory", (0, 1)), ((0,), "messages", (2, 3))}
+    assert legs(rows[0]) == {((0, 1), "group", (0, 1, 2, 3))}
+    assert legs(rows[1]) == {((0,), "buffer", (0, 1)), ((0,), "group", (2, 3))}
 
 
 def lose_a_trainer(urls: list[str], version: int, victim: int) -> str:

@@ -21,7 +21,7 @@ from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHan
 from weightcast.wire.codec import encode
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Prepare, Readback
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 COUNT = 10_000
 THREADS = 4
@@ -50,7 +50,7 @@ MESSAGES = [
     Leave(group="g"),
     Leave(),
     Readback(),
-    Prepare(plan=UpdatePlan((SPEC,), (LAYOUT,)), verify="resident"),
+    Prepare(plan=UpdateTables((SPEC,), (LAYOUT,)), verify="resident"),
 ]
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 1.5, "", "x", [], {}, [[]], {"type": "open"}, "\x00", "\ud800", "é" * 300),

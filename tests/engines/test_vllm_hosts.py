@@ -263,7 +263,7 @@ def test_killed_api_server_leaves_no_rank_behind_on_the_other_host(tmp_path: Pat
 
 
 # Two trainer ranks are beside each rank of the engine: the way, the engine rank, the trainer ranks.
-BOTH_WAYS = {("memory", 0, 0, 1), ("messages", 0, 2, 3), ("memory", 1, 2, 3), ("messages", 1, 0, 1)}
+BOTH_WAYS = {("buffer", 0, 0, 1), ("group", 0, 2, 3), ("buffer", 1, 2, 3), ("group", 1, 0, 1)}
 
 
 def update_that_fails(version: int, strike: Callable[[], object]) -> str:

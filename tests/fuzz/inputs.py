@@ -18,7 +18,7 @@ from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Prepare, Readback, Revert
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 SESSION = "0123456789abcdef" * 2
 _SPECS = tuple(specs_of(weights_of(0)))  # those of the model behind the messages: an Open with them may be taken
@@ -64,9 +64,9 @@ HONEST: tuple[bytes, ...] = tuple(
         Abort(session=SESSION, reason="no"),
         Leave(group="g"),
         Readback(),
-        Prepare(plan=UpdatePlan(_SPECS, (_LAYOUT,)), verify="resident"),
+        Prepare(plan=UpdateTables(_SPECS, (_LAYOUT,)), verify="resident"),
         Prepare(
-            plan=UpdatePlan(_SPECS, (_LAYOUT,)),
+            plan=UpdateTables(_SPECS, (_LAYOUT,)),
             owner=Owner(host="h", pid=1),
             verify="none",
             way="memory",

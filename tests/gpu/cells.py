@@ -330,7 +330,7 @@ def check_mixed(fleet: Fleet) -> list[dict[str, Any]]:
             near, far = (0, 1) if engine.host == ALPHA else (1, 0)
             assert (row["transport"], row["proof"], row["version_after"]) == ("direct", "resident", version), row
             legs = [(leg["ranks"], leg["by"], leg["trainers"]) for leg in row["legs"]]
-            assert sorted(legs, key=str) == sorted([([0], "memory", [near]), ([0], "messages", [far])], key=str)
+            assert sorted(legs, key=str) == sorted([([0], "buffer", [near]), ([0], "group", [far])], key=str)
             engine.serves(version)
         # Two engines are on the first trainer rank's host and one on the second's.
         check_sent(answers, [shard_bytes(0), 2 * shard_bytes(1)])

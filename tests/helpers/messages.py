@@ -39,7 +39,7 @@ from weightcast.wire.messages import (
     Revert,
     TellBoxes,
 )
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 SESSION = "0123456789abcdef" * 2
 
@@ -122,16 +122,16 @@ EXAMPLES = {
     "revert": Revert(session=SESSION, reason="another engine failed"),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
-    "prepare": Prepare(plan=UpdatePlan((SPEC, SCALAR), (PLANNED,), (260,)), verify="resident"),
+    "prepare": Prepare(plan=UpdateTables((SPEC, SCALAR), (PLANNED,), (260,)), verify="resident"),
     "prepare with parts": Prepare(
-        plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
+        plan=UpdateTables((SPEC, SCALAR), (PLANNED,)),
         verify="none",
         way="messages",
         parts=(((Part(slot=0, offset=(2, 0), shape=(3, 4)),), (Part(slot=1, offset=(), shape=()),)),),
         known_tables=("0" * 32,),
     ),
     "prepare with sources": Prepare(
-        plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
+        plan=UpdateTables((SPEC, SCALAR), (PLANNED,)),
         owner=Owner(host="h", pid=1),
         verify="none",
         way="memory",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from weightcast.config import Target, UpdateConfig
+from weightcast.update.choose import Planner
+from weightcast.update.members import Members
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import PROTOCOL
@@ -51,3 +57,28 @@ class Roster:
 
     def ended(self, row: Any, *, version: int, moved_on: bool, digest: str | None) -> None:
         self.rows.append(row)
+
+
+def members_of(
+    infos: dict[str, EngineInfo],
+    places: Sequence[str] = ("cpu",),
+    *,
+    hosts: Sequence[str] = (),
+    nccl: Sequence[Any] = (),
+    free_bytes: int = 0,
+    specs: Sequence[TensorSpec] = SPECS,
+    exporter: Any = None,
+    **options: Any,
+) -> Members:
+    """A membership of these engines and a trainer with ranks on these devices, of which nothing was asked yet."""
+    roster: Any = Roster(infos)
+    planner = Planner(
+        config=UpdateConfig(**options),
+        exporter=exporter or SimpleNamespace(device=torch.device("cpu" if places[0] == "cpu" else "cuda:0")),
+        specs=tuple(specs),
+        places=tuple(places),
+        hosts=tuple(hosts),
+        nccl=tuple(nccl),
+        free_bytes=free_bytes,
+    )
+    return Members([Target(url) for url in infos], roster, planner)

@@ -29,7 +29,7 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Prepare
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 from weightcast.wire.routes import Route
 
 Finisher = Callable[[], object]
@@ -203,7 +203,7 @@ class Loader:
         """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
         return self._copier.overflowed()
 
-    def begin(self, plan: UpdatePlan | None = None) -> None:
+    def begin(self, plan: UpdateTables | None = None) -> None:
         """Forgets what an earlier update left, and looks where the parameters lie now.
 
         ``plan`` is that of the update; None if its buckets come without one.
@@ -400,7 +400,7 @@ class Loader:
             plan = self.plan.buckets[layout.index] = plan_bucket(layout, self.routes, self.computed)
         return plan
 
-    def _use(self, plan: UpdatePlan | None) -> None:
+    def _use(self, plan: UpdateTables | None) -> None:
         """Drops all that belongs to another plan."""
         if not self.plan.is_of(plan):
             self.plan = LoadPlan(plan)

@@ -13,7 +13,7 @@ from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import decode, decode_rank_ack, encode
 from weightcast.wire.held import HeldTable
 from weightcast.wire.messages import Close, Commit, Message, Open, Prepare, Readback, Revert
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
 _LOOK_S = 1.0  # longest single wait for answers, short enough to notice that this process itself was stopped
@@ -30,7 +30,7 @@ class FarRanks:
     def __init__(self) -> None:
         self._broken: EngineFailure | None = None
         self._closed = False
-        self._told: UpdatePlan | None = None  # the plan that every rank was sent last
+        self._told: UpdateTables | None = None  # the plan that every rank was sent last
         self._tables: dict[str, HeldTable] = {}  # of the ranks' parts, which stay the same
 
     def _encode(self, message: Message) -> bytes:

@@ -18,7 +18,7 @@ from weightcast.wire.box import Box, contiguous_strides, intersection, span_of, 
 from weightcast.wire.bucket_sources import MappedPart, Part
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 from weightcast.wire.routes import Region, Route
 
 Parts = tuple[tuple[Part, ...], ...]
@@ -307,13 +307,13 @@ class LoadPlan:
             number of the bucket.
     """
 
-    def __init__(self, plan: UpdatePlan | None = None) -> None:
+    def __init__(self, plan: UpdateTables | None = None) -> None:
         self.hash = plan.hash if plan is not None else ""
         self.sums = PlanSums(plan.layouts if plan is not None else ())
         self.buckets: dict[int, BucketPlan] = {}
         self.scattered: dict[tuple[str, int], ScatteredPlan] = {}
         self.exchanges: dict[tuple[bool, tuple[int, ...], int], ExchangePlan] = {}
 
-    def is_of(self, plan: UpdatePlan | None) -> bool:
+    def is_of(self, plan: UpdateTables | None) -> bool:
         """True if updates by this plan find here what they need."""
         return self.hash == (plan.hash if plan is not None else "")

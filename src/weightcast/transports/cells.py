@@ -7,10 +7,9 @@ cell has whole engines, a group of its own, and the sending trainer ranks as mem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, TypeVar
 
-from weightcast.transports.channel import Channel
-from weightcast.transports.link import Link
+from weightcast.protocols import Meeting
 from weightcast.transports.spec import TransportSpec
 
 _Item = TypeVar("_Item")
@@ -19,14 +18,12 @@ MANY_RANKS = 256  # in a cell, where weights are sent once more for each cell
 FEW_RANKS = 64  # where they are not
 
 
-@runtime_checkable
-class InCells(Protocol):
-    """A transport in cells.  A cell that fails has its ``failure``, which is raised too."""
+class Member(NamedTuple):
+    """A target in cells, with the number of its ranks that join a group."""
 
-    @property
-    def cells(self) -> Sequence[Channel]:
-        """All cells."""
-        ...
+    url: str
+    meeting: Meeting
+    ranks: int
 
 
 def divide(items: Iterable[_Item], ranks_of: Callable[[_Item], int], cell_ranks: int) -> list[list[_Item]]:
@@ -43,20 +40,21 @@ def divide(items: Iterable[_Item], ranks_of: Callable[[_Item], int], cell_ranks:
     return cells
 
 
-def most_ranks(spec: TransportSpec, asked: int | None, limit: int = MANY_RANKS) -> int:
-    """Returns the most engine ranks in a cell of a transport: the caller's number, else ``limit`` and its own."""
-    return asked or max(1, min(limit, spec.cells))
+def most_ranks(cells: int, asked: int | None, limit: int = MANY_RANKS) -> int:
+    """Returns the most engine ranks in a cell: the caller's number, else the lower of ``limit`` and the transport's."""
+    return asked or max(1, min(limit, cells))
 
 
 def cells_of(
-    links: Sequence[Link], transport_of: Callable[[str], TransportSpec], most: Callable[[TransportSpec], int]
+    groups: Iterable[tuple[TransportSpec, Sequence[Member]]], asked: int | None, limit: int = MANY_RANKS
 ) -> tuple[tuple[str, ...], ...]:
-    """URLs of the targets in each cell, of ``most`` ranks; none for targets whose transport makes no group."""
+    """URLs of the targets in each cell; none for targets whose transport makes no group."""
     found: list[tuple[str, ...]] = []
-    ways = dict.fromkeys((transport_of(link.url), link.adapter.meeting) for link in links)
-    for spec, meeting in ways:
-        its = [link for link in links if transport_of(link.url) is spec and link.adapter.meeting == meeting]
-        if spec.cells:
-            cells = divide(its, lambda link: len(link.members), most(spec))
-            found += (tuple(link.url for link in cell) for cell in cells)
+    for spec, members in groups:
+        if not spec.cells:
+            continue
+        for meeting in dict.fromkeys(member.meeting for member in members):
+            its = [member for member in members if member.meeting == meeting]
+            cells = divide(its, lambda member: member.ranks, most_ranks(spec.cells, asked, limit))
+            found += (tuple(member.url for member in cell) for cell in cells)
     return tuple(found)

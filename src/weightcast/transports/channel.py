@@ -65,12 +65,12 @@ class Channel:
         timeout_s: float,
         in_flight: int = 1,
         trainers: int | None = None,
-        relays: bool = False,
+        chains: bool = False,
     ) -> None:
         """Nothing is created yet; ConfigError if NCCL's id needs a binding that is not installed.
 
         ``trainers`` is the number of trainer ranks, all of which are members and send to engine ranks by themselves;
-        None for a group in which the head broadcasts.  With ``relays``, engine ranks pass on what trainer ranks send.
+        None for a group in which the head broadcasts.  With ``chains``, engine ranks pass on what trainer ranks send.
         """
         if meeting == "nccl-id":
             nccl_binding()  # here, not in ``connect``, because no engine is paused yet
@@ -87,9 +87,14 @@ class Channel:
         self._group: UpdateGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
         self._trainers = trainers
-        self._relays = relays
+        self._chains = chains
         self._invited: Invited | None = None
         self.failure: WeightcastError | None = None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """As ``Cell.urls``."""
+        return [link.url for link in self.links]
 
     def begin(self) -> None:
         """Starts an attempt, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
@@ -145,7 +150,7 @@ class Channel:
             port=self._store.port,
             token=secrets.token_hex(16),
             world_size=rank,
-            reads=tuple(link.reads[member] for link in self.links for member in link.members if link.reads),
+            reads=tuple(link.plan.reads[one] for link in self.links for one in link.members if link.plan.reads),
         )
         return self._invited
 
@@ -184,8 +189,8 @@ class Channel:
                             backend=backend_for(self._device),
                             timeout_s=self._timeout_s,
                             wants=self._trainers is not None,
-                            relays=self._relays,
-                            members=link.members if link.near else (),
+                            relays=self._chains,
+                            members=link.members if link.plan.near else (),
                         ),
                         bucket_bytes=self._bucket_bytes,
                         unique_id=unique_id,
@@ -223,7 +228,7 @@ class Channel:
                     meeting="torch" if self._meeting == "torch" else "weightcast",
                     tells=None if self._trainers is None else b"",
                 )
-                if self._relays:
+                if self._chains:
                     self._group.set_relays(self._trainers or 1)
             for join in joins:
                 join.result()
@@ -271,7 +276,7 @@ class Channel:
                         link.session,
                         bucket.layout,
                         group=group.name if link.members else None,
-                        shared=link.shared(shared) if link.near or link.reads else parts,
+                        shared=link.shared(shared) if link.plan.near or link.plan.reads else parts,
                     ),
                     what=f"bucket {index}",
                     timeout_s=self._timeout_s,
@@ -299,7 +304,7 @@ class Channel:
                 if work is not None:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
                 self.links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
-            if any(link.near or any(link.reads) for link in self.links):
+            if any(link.plan.near or any(link.plan.reads) for link in self.links):
                 wait(posts)  # ranks may still read the bucket in memory
                 look_for_refusals()
         except BaseException as error:

@@ -53,7 +53,7 @@ class TakesHandles(Protocol):
         ...
 
 
-class CheckpointEngineTransport(Pumped):
+class CheckpointEngineCarrier(Pumped):
     """Same host, any executor.  Engines are told where to ask with the first bucket."""
 
     name = "checkpoint-engine"
@@ -68,12 +68,12 @@ class CheckpointEngineTransport(Pumped):
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(links)), thread_name_prefix="weightcast-feed")
 
     def drain(self) -> None:
-        """As ``Transport.drain``; engines unmap and finish."""
+        """As ``Carrier.drain``; engines unmap and finish."""
         super().drain()
         self._each(lambda feed: feed.finish())
 
     def abort(self, reason: str) -> None:
-        """As ``Transport.abort``."""
+        """As ``Carrier.abort``."""
         for feed in self._feeds:
             feed.give_up()
         self.settle()
@@ -305,8 +305,8 @@ def _zmq() -> Any:
 
 SPEC = TransportSpec(
     name="checkpoint-engine",
+    carriers=("buffer",),
     reach="head",
-    delivery="handles",
     sharing="ring",
-    build=lambda wiring: CheckpointEngineTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+    build=lambda links, _plan, sender: CheckpointEngineCarrier(links, timeout_s=sender.config.timeout_s),
 )

@@ -24,79 +24,33 @@ in HSDP do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from weightcast.comm import nixl
-from weightcast.comm.rendezvous import Invited
-from weightcast.comm.update_group import UpdateGroup
-from weightcast.errors import ConfigError, WeightcastError
-from weightcast.protocols import Transport
+from weightcast.errors import ConfigError
 from weightcast.transports.broadcast import SPEC as BROADCAST
-from weightcast.transports.broadcast import BroadcastTransport
+from weightcast.transports.broadcast import GroupCarrier
 from weightcast.transports.cells import FEW_RANKS, MANY_RANKS
-from weightcast.transports.channel import Channel
-from weightcast.transports.ipc import IpcTransport
-from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.transports.ipc import MemoryCarrier
+from weightcast.transports.spec import TransportSpec
+from weightcast.transports.topology import Topology
 from weightcast.wire.engine_info import EngineInfo
 
 SLOW_BETWEEN_GPUS = "direct by messages between GPUs takes longer than a broadcast of the same weights"
 
 
-class DirectTransport(IpcTransport):
-    """Shares each trainer rank's shards with engines on its host."""
-
-    name = "direct"
-
-
-class ExchangeTransport(BroadcastTransport):
-    """Announces the buckets that trainer ranks send to engine ranks by themselves."""
-
-    name = "direct"
-
-    def invite(self) -> Sequence[Invited]:
-        """As ``Exchanging.invite``."""
-        for channel in self.cells:
-            channel.begin()
-            channel.invite()
-        return self.invited
-
-    @property
-    def invited(self) -> Sequence[Invited]:
-        """As ``Exchanging.invited``."""
-        return [channel.invited for channel in self.cells if channel.invited is not None]
-
-    def connect(self) -> None:
-        """As ``Transport.connect``, for the cells that were ``invited``."""
-        self._each(Channel.connect, [channel for channel in self.cells if channel.invited is not None])
-
-    @property
-    def members(self) -> Mapping[str, UpdateGroup]:
-        """As ``Exchanging.members``."""
-        return {group.name: group for channel in self.cells if (group := channel.member()) is not None}
-
-    def lost(self, name: str, error: WeightcastError) -> None:
-        """As ``Exchanging.lost``."""
-        channels = [channel for channel in self.cells if channel.name == name]
-        for channel in channels:
-            channel.abort(str(error))
-        self._pump.drain()
-        self._each(lambda channel: channel.lose(error), [one for one in channels if one.failure is None])
-
-
-def _check_memory(placement: Placement) -> None:
-    if not _reach_memory(placement):
+def _check_memory(topology: Topology) -> None:
+    if not _reach_memory(topology):
         raise ConfigError(
-            f"engine ranks cannot map the memory of the trainer's {placement.device}: they run on "
-            f"{', '.join(sorted(placement.devices))}",
+            f"engine ranks cannot map the memory of the trainer's {topology.device}: they run on "
+            f"{', '.join(sorted(topology.devices))}",
             hint='use another transport: transport="auto"',
         )
-    placement.check_seen(every=True)
+    topology.check_seen(every=True)
 
 
-def _check_rdma(placement: Placement) -> None:
-    for url, info in placement.infos.items():
+def _check_rdma(topology: Topology) -> None:
+    for url, info in topology.infos.items():
         lacking = _lacks_for_rdma(info)
         if lacking:
             raise ConfigError(
@@ -111,9 +65,9 @@ def _lacks_for_rdma(info: EngineInfo) -> str:
     return "" if info.reads_remote else "NIXL is not installed in the engine"
 
 
-def _check_messages(placement: Placement) -> None:
-    BROADCAST.check(placement)
-    shared = sorted(set(placement.places) & placement.devices - {"cpu"})
+def _check_messages(topology: Topology) -> None:
+    BROADCAST.check(topology)
+    shared = sorted(set(topology.places) & topology.devices - {"cpu"})
     if shared:
         raise ConfigError(
             f"trainer and engine share GPU {shared[0]}, and NCCL needs a GPU for each rank",
@@ -121,46 +75,46 @@ def _check_messages(placement: Placement) -> None:
         )
 
 
-def _reach_memory(placement: Placement) -> bool:
+def _reach_memory(topology: Topology) -> bool:
     """True if trainer and engines are all on CPUs, or all on GPUs that are known."""
-    if placement.device.type == "cpu":
-        return placement.devices == frozenset(("cpu",))
-    return not placement.devices & {"cpu", "cuda"}
+    if topology.device.type == "cpu":
+        return topology.devices == frozenset(("cpu",))
+    return not topology.devices & {"cpu", "cuda"}
 
 
-def _suits_memory(placement: Placement) -> bool:
-    unmapped = any(url in placement.unmapped for url in placement.infos)
+def _suits_memory(topology: Topology) -> bool:
+    unmapped = any(url in topology.unmapped for url in topology.infos)
     return (
         not unmapped
-        and _reach_memory(placement)
-        and placement.beyond("replicas") is None
-        and placement.all_see(every=True)
+        and _reach_memory(topology)
+        and topology.beyond("replicas") is None
+        and topology.all_see(every=True)
     )
 
 
-def _suits_shards(placement: Placement) -> bool:
-    return placement.keep_mapped and _suits_memory(placement)
+def _suits_shards(topology: Topology) -> bool:
+    return topology.keep_mapped and _suits_memory(topology)
 
 
-def _suits(placement: Placement) -> bool:
+def _suits(topology: Topology) -> bool:
     """True where the caller keeps the weights mapped and every engine can read them: one pass over the bytes.
 
     On GPUs only trainers on one host have been shown to work.
     """
-    if not all(map(SPEC.offered_by, placement.infos.values())):
+    if not all(map(SPEC.offered_by, topology.infos.values())):
         return False
-    shown = placement.device.type == "cpu" or not placement.on_many_hosts
-    return shown and _suits_shards(placement)
+    shown = topology.device.type == "cpu" or not topology.on_many_hosts
+    return shown and _suits_shards(topology)
 
 
-def _check_mixed(placement: Placement) -> None:
-    for url, info in placement.infos.items():
-        BROADCAST.check(replace(placement, infos={url: info}, places=("",)))
-        reads = placement.reads_on(url)
+def _check_mixed(topology: Topology) -> None:
+    for url, info in topology.infos.items():
+        BROADCAST.check(replace(topology, infos={url: info}, places=("",)))
+        reads = topology.reads_on(url)
         shared = [
             rank.device
             for rank, host in zip(info.ranks, reads, strict=True)
-            if not (host and placement.is_whole(host)) and rank.device in set(placement.places) - {"cpu"}
+            if not (host and topology.is_whole(host)) and rank.device in set(topology.places) - {"cpu"}
         ]
         if shared:
             raise ConfigError(
@@ -170,56 +124,50 @@ def _check_mixed(placement: Placement) -> None:
             )
 
 
-def _suits_mixed(placement: Placement) -> bool:
+def _suits_mixed(topology: Topology) -> bool:
     """True if any engine rank can read memory.  On GPUs the caller must ask for it, since it was not shown there."""
-    on_cpus = placement.device.type == "cpu" and placement.devices == frozenset(("cpu",))
-    return on_cpus and any(host for url in placement.infos for host in placement.reads_on(url))
+    on_cpus = topology.device.type == "cpu" and topology.devices == frozenset(("cpu",))
+    return on_cpus and any(host for url in topology.infos for host in topology.reads_on(url))
 
 
-def _slow_between_gpus(placement: Placement) -> str:
-    if placement.device.type != "cuda":
+def _slow_between_gpus(topology: Topology) -> str:
+    if topology.device.type != "cuda":
         return ""
     return f'{SLOW_BETWEEN_GPUS}; use transport="broadcast" or "auto"'
 
 
-def _exchange(wiring: Wiring, *, relays: bool = False) -> Transport:
-    return ExchangeTransport.of(wiring, trainers=wiring.num_trainers, relays=relays)
-
-
 _MEMORY = TransportSpec(
     name="direct",
-    primitive="memory",
+    variant="memory",
+    carriers=("buffer",),
+    gathers=False,
     reach="replicas",
-    scattered=True,
-    delivery="memory",
     sharing="weightcast",
     suits=_suits_memory,
     check=_check_memory,
-    build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+    build=MemoryCarrier.of,
 )
-_SHARDS = replace(_MEMORY, primitive="shards", mapped=True, suits=_suits_shards)
+_SHARDS = replace(_MEMORY, variant="shards", carriers=("mapped",), suits=_suits_shards)
 RDMA = TransportSpec(
     name="rdma",
     offered_as="direct",
-    primitive="rdma",
-    scattered=True,
-    delivery="memory",
+    carriers=("rdma",),
+    gathers=False,
     sharing="remote",
     check=_check_rdma,
     lacks=_lacks_for_rdma,
-    build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+    build=MemoryCarrier.of,
 )
 _MESSAGES = TransportSpec(
     name="direct",
-    primitive="messages",
-    scattered=True,
-    exchanges=True,
+    variant="messages",
+    carriers=("group",),
+    gathers=False,
     cells=FEW_RANKS,
-    delivery="group",
     check=_check_messages,
     slow=_slow_between_gpus,
-    build=_exchange,
+    build=GroupCarrier.of,
 )
-_MIXED = replace(_MESSAGES, primitive="mixed", legs=True, suits=_suits_mixed, check=_check_mixed)
-_RELAY = replace(_MESSAGES, primitive="relay", relays=True, cells=MANY_RANKS, build=partial(_exchange, relays=True))
-SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RELAY, _MIXED, _MESSAGES))
+_MIXED = replace(_MESSAGES, variant="mixed", carriers=("buffer", "group"), suits=_suits_mixed, check=_check_mixed)
+_RELAY = replace(_MESSAGES, variant="relay", chains=True, cells=MANY_RANKS)
+SPEC = replace(_MEMORY, variant="", suits=_suits, variants=(_SHARDS, _MEMORY, _RELAY, _MIXED, _MESSAGES))

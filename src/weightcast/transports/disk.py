@@ -29,8 +29,10 @@ from weightcast.errors import ConfigError
 from weightcast.protocols import FromFolder
 from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, tell
+from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.pump import Pumped, ThreadPump
-from weightcast.transports.spec import Placement, TransportSpec
+from weightcast.transports.spec import Sender, TransportSpec
+from weightcast.transports.topology import Topology
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import SAFETENSORS, TensorSpec, total_bytes
 
@@ -43,7 +45,7 @@ _MODES: dict[DiskReaders, tuple[int, int]] = {  # of the folder and of the file
 _OURS = re.compile(r"weightcast-[0-9a-f]{16}|\.weightcast-[0-9a-f]{16}\.part")
 
 
-class DiskTransport(Pumped):
+class DiskCarrier(Pumped):
     """Sends weights through one folder, which all targets load."""
 
     name = "disk"
@@ -104,7 +106,7 @@ class DiskTransport(Pumped):
             raise ConfigError(f"{folder}: {error.strerror or error}", hint=_HOW) from error
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``.  The caller's current stream fills the bucket."""
+        """As ``Carrier.send``.  The caller's current stream fills the bucket."""
         self._note_filled(bucket)
         self._pump.put(bucket, ())
 
@@ -197,24 +199,24 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check(placement: Placement) -> None:
-    far = placement.beyond("head")
-    if far is not None and not placement.shared_folder:
+def _check(topology: Topology) -> None:
+    far = topology.beyond("head")
+    if far is not None and not topology.shared_folder:
         raise ConfigError(
             f"{far} runs on another host and cannot see this host's folder for temporary files",
             hint=f"name a folder that all hosts see under the same path: {_HOW}",
         )
 
 
-SPEC = TransportSpec(
-    name="disk",
-    delivery="folder",
-    build=lambda wiring: DiskTransport(
-        wiring.links,
-        specs=wiring.specs,
-        folder=wiring.config.disk_folder,
-        timeout_s=wiring.config.timeout_s,
-        readers=wiring.config.disk_readers,
-    ),
-    check=_check,
-)
+def _build(links: Sequence[Link], _plan: UpdatePlan, sender: Sender) -> DiskCarrier:
+    config = sender.config
+    return DiskCarrier(
+        links,
+        specs=sender.specs,
+        folder=config.disk_folder,
+        timeout_s=config.timeout_s,
+        readers=config.disk_readers,
+    )
+
+
+SPEC = TransportSpec(name="disk", carriers=("file",), build=_build, check=_check)

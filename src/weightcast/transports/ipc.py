@@ -9,27 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Self
 
 from weightcast.comm import event_loop
 from weightcast.comm.shared_buckets import Shared
 from weightcast.transports.blame import each_on_loop
 from weightcast.transports.link import Link, in_flight_to, leave_all, tell
+from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.pump import Pump, Pumped
-from weightcast.transports.spec import Placement, TransportSpec
+from weightcast.transports.spec import Sender, TransportSpec
+from weightcast.transports.topology import Topology
 from weightcast.wire.bucket import Bucket
 
 
-class IpcTransport(Pumped):
-    """Shares buckets with engines on the trainers' hosts, which map each once: CUDA IPC or shared memory."""
+class MemoryCarrier(Pumped):
+    """Tells engines where each bucket, or what lies in its place, can be read: CUDA IPC, shared memory or NIXL."""
 
-    name = "ipc"
-
-    def __init__(self, links: Sequence[Link], *, timeout_s: float, in_flight: int | None = None) -> None:
-        """Sends nothing yet; ``in_flight`` is as ``Wiring.in_flight``, None if these are all targets of the update."""
+    def __init__(
+        self, links: Sequence[Link], *, timeout_s: float, in_flight: int | None = None, name: str = "ipc"
+    ) -> None:
+        """Sends nothing yet; ``in_flight`` is as ``Sender.in_flight``, None if these are all targets of the update."""
+        self.name = name
         self._links = list(links)
         self._timeout_s = timeout_s
-        in_flight = in_flight or in_flight_to(self._links)
-        super().__init__(Pump(self._start_one, in_flight=in_flight))
+        super().__init__(Pump(self._start_one, in_flight=in_flight or in_flight_to(self._links)))
+
+    @classmethod
+    def of(cls, links: Sequence[Link], _plan: UpdatePlan, sender: Sender) -> Self:
+        """Makes the carrier of an update."""
+        timeout_s = sender.config.timeout_s
+        return cls(links, timeout_s=timeout_s, in_flight=sender.in_flight, name=links[0].plan.transport)
 
     def _end(self) -> None:
         super()._end()
@@ -51,20 +60,18 @@ class IpcTransport(Pumped):
         )
 
 
-def _suits(placement: Placement) -> bool:
+def _suits(topology: Topology) -> bool:
     # An engine that does not report its GPUs ("cuda") may run on other GPUs than the trainer, so the caller decides.
-    reported = "cuda" not in placement.devices
-    supported = all(IpcTransport.name in info.transports for info in placement.infos.values())
-    return placement.beyond("trainers") is None and reported and supported and placement.all_see()
+    reported = "cuda" not in topology.devices
+    supported = all(map(SPEC.offered_by, topology.infos.values()))
+    return topology.beyond("trainers") is None and reported and supported and topology.all_see()
 
 
 SPEC = TransportSpec(
     name="ipc",
+    carriers=("buffer",),
     reach="trainers",
-    delivery="memory",
-    mixes=True,
-    large_buckets=True,
     suits=_suits,
-    check=Placement.check_seen,
-    build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s, in_flight=wiring.in_flight),
+    check=Topology.check_seen,
+    build=MemoryCarrier.of,
 )

@@ -23,15 +23,17 @@ from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, se
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
-from weightcast.protocols import Adapter, Reverting, Sharing
+from weightcast.protocols import Adapter, Reverting
 from weightcast.report import count_of
 from weightcast.runtime.deadline import Deadline
+from weightcast.transports.plan import TargetPlan
 from weightcast.watch.events import Asked
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Close, Commit, Open, Revert
 
+_UNPLANNED = TargetPlan()
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
 _SILENT_S = 0.5
@@ -59,15 +61,9 @@ class Link:
     Attributes:
         info: The target's description, from the last probe.
         group_rank: Group rank of the target's first engine rank that joins.
-        near: Engine ranks that join no group, because they read all in memory of their own host, where others do;
-            otherwise empty.
-        reads: For each engine rank, the host whose trainer ranks' memory it reads, empty for none; no entries unless
-            each rank gets its share over legs of its own.
-        sharing: Form of the handles to a shared buffer.
-        opens: The part of torch's handles to a buffer that belongs to this target.
+        plan: How the target gets the weights.
         pause: Pause of the target's updates; None until it was chosen.
         unproven: What was last said about tensors of the target that cannot be proven.
-        planned: True once the weights and the transport were checked against this target.
         session: Id of the target's open session; empty without one.
         load_s: Seconds that the target's slowest rank spent on copies in this session.
         verify_s: Seconds that the target's slowest rank spent on digests in this session.
@@ -87,13 +83,9 @@ class Link:
     adapter: Adapter
     info: EngineInfo
     group_rank: int = 1
-    near: tuple[int, ...] = ()
-    reads: tuple[str, ...] = ()
-    sharing: Sharing = "weightcast"
-    opens: slice = field(default_factory=lambda: slice(0, 0))
+    plan: TargetPlan = _UNPLANNED
     pause: PauseMode | None = None
     unproven: str = ""
-    planned: bool = False
     session: str = ""
     load_s: float = 0.0
     verify_s: float = 0.0
@@ -121,6 +113,11 @@ class Link:
         return self.client.target.url
 
     @property
+    def planned(self) -> bool:
+        """True once the weights and the transport were checked against this target."""
+        return bool(self.plan.transport)
+
+    @property
     def stages(self) -> bool:
         """True if the target stages: buckets leave its live weights as they are."""
         return self.info.staging != "none"
@@ -133,20 +130,21 @@ class Link:
     @property
     def members(self) -> tuple[int, ...]:
         """The engine ranks that join a group: those that read no memory of their own host."""
-        return tuple(rank for rank in range(self.info.tp_size) if rank not in self.near)
+        return tuple(rank for rank in range(self.info.tp_size) if rank not in self.plan.near)
 
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
         """Returns the handles that this target gets."""
-        if self.reads:
+        if self.plan.reads:
             return self._shared_by_leg(buffers)
-        if self.near:
+        if self.plan.near:
             return self._shared_by_host(buffers)
+        opens = slice(*self.plan.opens)
         buffers = [buffer for buffer in buffers if buffer.host in ("", self.info.host_id)]
-        if self.sharing == "ring":
-            return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
+        if self.plan.sharing == "ring":
+            return [Shared(memory=buffer.memory, ring=buffer.ring[opens]) for buffer in buffers]
         # What is nobody's alone stays the same object: sources are made and encoded once for each.
         return [
-            msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=())
+            msgspec.structs.replace(buffer, torch=buffer.torch[opens], ring=())
             if buffer.torch or buffer.ring
             else buffer
             for buffer in buffers
@@ -157,14 +155,14 @@ class Link:
         found: list[Shared] = []
         for buffer in buffers:
             host = buffer.host or host_id()
-            if ranks := tuple(rank for rank in self.near if self.info.hosts[rank] == host):
+            if ranks := tuple(rank for rank in self.plan.near if self.info.hosts[rank] == host):
                 found.append(Shared(memory=buffer.memory, ranks=ranks))
         return found
 
     def _shared_by_leg(self, buffers: Sequence[Shared]) -> list[Shared]:
         """Returns the legs from each trainer rank to the ranks that read memory of one host, or of none."""
         ranks: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.reads):
+        for rank, host in enumerate(self.plan.reads):
             ranks.setdefault(host, []).append(rank)
         return [
             Shared(

@@ -14,7 +14,8 @@ from weightcast.errors import ConfigError, VerificationFailed, some
 from weightcast.protocols import Exporter, Mappable, Scattering, Summing
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
-from weightcast.transports.spec import Placement, SpecName, TransportSpec
+from weightcast.transports.spec import SpecName, TransportSpec
+from weightcast.transports.topology import Topology
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
@@ -211,17 +212,17 @@ def check_not_older(version: int, infos: Mapping[str, EngineInfo], config: Updat
         )
 
 
-def check_places(transport: TransportSpec, placement: Placement) -> None:
+def check_places(transport: TransportSpec, topology: Topology) -> None:
     """Raises ConfigError, with the setting, unless it is clear where every engine rank finds a buffer on its own GPU.
 
     An engine that does not name its GPUs is assumed to sit where the trainer's ranks do, in the same order.  That is
     clear only for one engine with as many ranks as the trainer has, or where the trainer has one GPU.
     """
-    if not transport.shares_memory or transport.legs or placement.device.type != "cuda":
+    if not transport.reads_memory or (transport.divides and not transport.gathers) or topology.device.type != "cuda":
         return
-    silent = {url: info for url, info in placement.infos.items() if "cuda" in info.devices}
+    silent = {url: info for url, info in topology.infos.items() if "cuda" in info.devices}
     for url, info in silent.items():
-        places = [placement.places[rank] for rank in placement.ranks_on(info.host_id)]
+        places = [topology.places[rank] for rank in topology.ranks_on(info.host_id)]
         gpus = list(dict.fromkeys(places))
         alone = len(silent) == 1 and info.tp_size == len(places)
         if not alone and not (len(gpus) == 1 and info.tp_size == 1):
@@ -233,23 +234,23 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
             )
 
 
-def choose_transport(asked: SpecName, placement: Placement, *, without: Collection[str] = ()) -> TransportSpec:
+def choose_transport(asked: SpecName, topology: Topology, *, without: Collection[str] = ()) -> TransportSpec:
     """Returns the transport asked for; for ``"auto"``, the first, but those in ``without``, that suits every engine.
 
     It raises ConfigError if an engine cannot be reached that way.
     """
     if asked == "auto":
-        spec = next((spec for spec in TRANSPORTS if spec.name not in without and spec.suits(placement)), None)
+        spec = next((spec for spec in TRANSPORTS if spec.name not in without and spec.suits(topology)), None)
         if spec is None:
             raise ConfigError(
-                f"no transport is left for {', '.join(placement.infos)}: {', '.join(sorted(without))} failed or cannot "
+                f"no transport is left for {', '.join(topology.infos)}: {', '.join(sorted(without))} failed or cannot "
                 "be mixed with others",
                 hint="weightcast doctor URL says which transports can work",
             )
     else:
         spec = spec_of(asked)
-    spec = _choose_primitive(spec, placement)
-    for url, info in placement.infos.items():
+    spec = _choose_variant(spec, topology)
+    for url, info in topology.infos.items():
         if not spec.offered_by(info):
             ways = ", ".join(info.transports)
             raise ConfigError(
@@ -258,26 +259,26 @@ def choose_transport(asked: SpecName, placement: Placement, *, without: Collecti
                 hint=info.message
                 or "docs/engines/matrix.md lists the transports of each engine; choose one with transport= or --via",
             )
-    _check_reach(spec, placement)
-    spec.check(placement)
+    _check_reach(spec, topology)
+    spec.check(topology)
     return spec
 
 
-def _check_reach(spec: TransportSpec, placement: Placement) -> None:
-    far = placement.beyond(spec.reach)
+def _check_reach(spec: TransportSpec, topology: Topology) -> None:
+    far = topology.beyond(spec.reach)
     if far is None:
         return
-    many = placement.on_many_hosts
-    if spec.reach == "replicas" and many and placement.ranks_on(placement.infos[far].host_id):
+    many = topology.on_many_hosts
+    if spec.reach == "replicas" and many and topology.ranks_on(topology.infos[far].host_id):
         raise ConfigError(
             f"the trainer ranks on the host of {far} do not hold all weights together, and {spec.name} by "
-            f"{spec.primitive} reads them there",
+            f"{spec.variant} reads them there",
             hint='shard within each host and replicate between hosts (HSDP), or gather: transport="ipc", --via ipc',
         )
     needs = "one host"
     if many:
         needs = "the host of trainer rank 0" if spec.reach == "head" else "a trainer rank on the engine's host"
-    info = placement.infos[far]
+    info = topology.infos[far]
     where = "runs on another host"
     if info.on_several_hosts:
         where = f"runs on several hosts ({', '.join(info.named(rank.rank) for rank in info.ranks)})"
@@ -286,27 +287,27 @@ def _check_reach(spec: TransportSpec, placement: Placement) -> None:
     )
 
 
-def _choose_primitive(spec: TransportSpec, placement: Placement) -> TransportSpec:
-    """The primitive of a transport: the one that a test has asked for, or the first that suits every engine."""
-    if not spec.primitives:
+def _choose_variant(spec: TransportSpec, topology: Topology) -> TransportSpec:
+    """The variant of a transport: the one that a test has asked for, or the first that suits every engine."""
+    if not spec.variants:
         return spec
-    if placement.primitive == "auto":
-        return next((one for one in spec.primitives if one.suits(placement)), spec.primitives[-1])
-    return next(one for one in spec.primitives if one.primitive == placement.primitive)
+    if topology.variant == "auto":
+        return next((one for one in spec.variants if one.suits(topology)), spec.variants[-1])
+    return next(one for one in spec.variants if one.variant == topology.variant)
 
 
-def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[int, ...]:
+def choose_receivers(transport: TransportSpec, topology: Topology) -> tuple[int, ...]:
     """Returns the trainer ranks that fill a bucket.
 
     All ranks do if shards are not gathered.  Otherwise the head does, and for engines that map buffers one rank on each
     host that has such engines, or all ranks of the host if others than that one share the engines' GPUs.
     """
-    if transport.scattered:
-        return tuple(range(len(placement.places)))
+    if not transport.gathers:
+        return tuple(range(len(topology.places)))
     chosen = {0}
-    if transport.shares_memory:
-        infos = placement.infos.values()
-        hosts = (host for info in infos for host in placement.near_hosts(info) or (info.host_id,))
+    if transport.reads_memory:
+        infos = topology.infos.values()
+        hosts = (host for info in infos for host in topology.near_hosts(info) or (info.host_id,))
         for host in dict.fromkeys(hosts):
-            chosen.update(placement.fillers_on(host))
+            chosen.update(topology.fillers_on(host))
     return tuple(sorted(chosen))

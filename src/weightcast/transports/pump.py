@@ -1,4 +1,4 @@
-"""The part that every transport shares: one bucket is sent while the next one fills.
+"""The part that every carrier shares: one bucket is sent while the next one fills.
 
 ``send`` starts to send a bucket and returns when the buffer of the bucket before it may be filled again.  So the
 caller fills one buffer while the other one is sent, and at most two buckets are in flight.  An engine that allows it
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from weightcast.comm.shared_buckets import Shared
+from weightcast.protocols import Carrier
 from weightcast.transports.blame import raise_together
 from weightcast.wire.bucket import Bucket
 
@@ -81,34 +82,28 @@ class ThreadPump(Pump):
         self._threads.shutdown(wait=True)
 
 
-class Pumped:
-    """A ``Transport`` that needs no group and sends one bucket at a time by the pump; subclasses have what is more."""
+class Pumped(Carrier):
+    """A carrier that needs no group and sends one bucket at a time by the pump; subclasses have what is more."""
 
     def __init__(self, pump: Pump) -> None:
         self._pump = pump
         self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until a thread has waited for it
         self._closed = False
 
-    def connect(self) -> None:
-        """As ``Transport.connect``; there is no group to make."""
-
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``.  The caller's current stream fills the bucket."""
+        """As ``Carrier.send``.  The caller's current stream fills the bucket."""
         self._pump.put(bucket, tuple(shared))
 
     def drain(self) -> None:
-        """As ``Transport.drain``."""
+        """As ``Carrier.drain``."""
         self._pump.drain()
 
     def settle(self) -> None:
-        """As ``Transport.settle``."""
+        """As ``Carrier.settle``."""
         self._pump.settle()
 
-    def abort(self, reason: str) -> None:
-        """As ``Transport.abort``: each post has a deadline, and the engines' own abort ends it earlier."""
-
     def close(self) -> None:
-        """As ``Transport.close``."""
+        """As ``Carrier.close``."""
         if not self._closed:
             self._closed = True
             self._end()

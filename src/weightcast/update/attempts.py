@@ -41,13 +41,13 @@ class Attempts:
         """Repeats attempts until the update is over.  Collective: every trainer rank calls it.
 
         ``head`` is None on other ranks.  All return the last attempt's
-        result; the head's report has the timeline as well.  If it has a ``choice``, the caller makes another stream and
+        result; the head's report has the timeline as well.  If it has a ``plan``, the caller makes another stream and
         calls this again.  TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that
         was after the switch.
         """
         while True:
             result = self._attempt(head, stream)
-            if not result.again or result.choice is not None:
+            if not result.again or result.plan is not None:
                 return result
 
     def _attempt(self, head: Head | None, stream: BucketStream) -> AttemptResult:

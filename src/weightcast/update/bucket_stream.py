@@ -27,11 +27,11 @@ from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import BucketUse, Exporter, Lying, Mappable, Planning, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
+from weightcast.transports.plan import UpdatePlan
 from weightcast.update.bucket_memory import planned_bytes
 from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
-from weightcast.update.messages import Choice
 from weightcast.update.packs import Packs
 from weightcast.update.prepare import SendPlan
 from weightcast.update.served_parts import MappedShares, ServedParts
@@ -94,7 +94,7 @@ class BucketStream:
         exporter: Exporter,
         layouts: Sequence[BucketLayout],
         group: TrainerGroup,
-        choice: Choice,
+        choice: UpdatePlan,
         head: Head | None,
         *,
         specs: Sequence[TensorSpec],
@@ -139,7 +139,7 @@ class BucketStream:
             num_trainers=group.world_size,
             device=exporter.device,
             timeout_s=timeout_s,
-            relays=choice.relays,
+            chains=choice.chains,
             host=group.hosts[group.rank],
         )
         self._mapped = MappedShares(exporter, group)
@@ -180,7 +180,7 @@ class BucketStream:
         Empty if neither is known before an update.
         """
         choice = self._choice
-        if choice.leg_hosts or not (choice.scattered or choice.ways):
+        if choice.leg_hosts or not (choice.scattered or choice.sharings):
             return []  # each engine rank has its own legs, which its first bucket tells
         found: list[list[Shared]] = []
         problem = ""
@@ -203,7 +203,7 @@ class BucketStream:
         """Handles to this rank's memory for a bucket; none in them if it is not known yet, None if it has no part."""
         if number < self._num_mapped:
             return self._mapped.share(self._mapped.look(layout))
-        if self._choice.exchanges or "weightcast" not in self._choice.ways:
+        if self._choice.exchanges or "weightcast" not in self._choice.sharings:
             return Shared()
         self._make_slots()
         slot = self._slot(number)
@@ -250,7 +250,7 @@ class BucketStream:
         buckets = self._fill(filling)
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
-        if self._group.world_size > 1 or self._num_mapped or "remote" in self._choice.ways:
+        if self._group.world_size > 1 or self._num_mapped or "remote" in self._choice.sharings:
             ahead = 0
         first = list(islice(buckets, ahead))
         filling.buckets = chain(first, buckets)
@@ -325,7 +325,7 @@ class BucketStream:
         if self._group.rank in self._group.receivers and layouts and not self._slots:
             size = max(layout.size_bytes + self._pack_bytes(layout) for layout in layouts)
             count = min(_NUM_SLOTS, len(layouts))
-            self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
+            self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.sharings)
 
     def _slot(self, index: int) -> SharedSlot | None:
         """The buffer of a bucket; None if this rank has none."""
@@ -467,7 +467,7 @@ class BucketStream:
                 mine = msgspec.json.encode(shared)
             else:
                 mine = self._encoded(layout, Shared(), parts, ())
-        elif not choice.ways:
+        elif not choice.sharings:
             return []
         elif slot is None:
             mine = b""

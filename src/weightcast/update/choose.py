@@ -1,44 +1,38 @@
-"""Everything that the head decides before anything moves: which targets take part, and whether the weights fit.
+"""Plans the updates to come: by which transport each target is reached, and everything that follows from it.
 
-``Plan`` belongs to one membership.  ``retarget`` makes a new one, which inherits the links of targets that stay.
+A ``Planner`` knows the trainer and which transports have failed.  It never changes, and its methods only return: the
+same trainer and the same descriptions of engines give the same plan.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from weightcast.adapters.registry import adapter_for
-from weightcast.comm.update_group import local_address_towards
-from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError, WeightcastError
-from weightcast.fleet.roster import Roster
-from weightcast.protocols import Casting, Exporter, Sharing, Transport
-from weightcast.report import LegReport, count_of
-from weightcast.transports.blame import raise_together
-from weightcast.transports.cells import FEW_RANKS, MANY_RANKS, cells_of, most_ranks
-from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.mixed import MixedTransport
+from weightcast.config import UpdateConfig
+from weightcast.errors import ConfigError, TargetRejected, WeightcastError
+from weightcast.protocols import Casting, Exporter, Scattering, Sharing
+from weightcast.report import LegReport
+from weightcast.transports.blame import is_the_transports
+from weightcast.transports.broadcast import BY_RANK
+from weightcast.transports.cells import FEW_RANKS, MANY_RANKS, Member, cells_of
+from weightcast.transports.link import Link
+from weightcast.transports.plan import TargetPlan, UpdatePlan, label_of
 from weightcast.transports.preflight import (
     check_fits,
     check_places,
-    check_proof,
     check_scattered,
-    check_scores,
-    choose_pause,
     choose_receivers,
-    tell_served,
-    warn_hazards,
+    choose_transport,
 )
-from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.transports.registry import TRANSPORTS, spec_of
+from weightcast.transports.spec import TransportSpec
+from weightcast.transports.topology import Topology
 from weightcast.update.bucket_memory import choose_bucket_bytes
-from weightcast.update.messages import Choice
-from weightcast.update.reach import Reach
-from weightcast.watch.listeners import Events
+from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.casts import best_sent
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import Packing, TensorSpec
@@ -46,373 +40,375 @@ from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.update.choose")
 
-Probed = dict[str, EngineInfo | WeightcastError]  # by URL
+_Chosen = Mapping[str, TransportSpec]  # by URL
+_RETARGET = "call retarget() with the targets as they are now"
 
 
-class Plan:
-    """The targets, their links and the transport that reaches each of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """The trainer, as far as a plan needs it, and the transports that failed for targets.
 
     Attributes:
-        reach: The transport that reaches each target.
-        receivers: The trainer ranks that fill buckets.
-        cell_limit: Most engine ranks in a cell, unless the caller asked for another number.
-        cast: As ``UpdateReport.cast``.
+        specs: The exporter's tensors.
+        places: UUID of each trainer rank's device; the first is the head's.
+        hosts: Id of each trainer rank's host; empty if all run on this one.
+        nccl: Each trainer rank's settings of NCCL; empty if they are not known.
+        free_bytes: GPU memory that each trainer rank may still take, where it is smallest; 0 if it is not known.
+        failed: Names of the transports that failed for a target, by URL.
+        unmapped: URLs of targets that could not map memory, and get messages.
+        cell_limit: As ``UpdatePlan.cell_limit``.
     """
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        roster: Roster,
-        config: UpdateConfig,
-        exporter: Exporter,
-        specs: Sequence[TensorSpec],
-        places: Sequence[str],
-        links: Mapping[str, Link] | None = None,
-        events: Events | None = None,
-        hosts: Sequence[str] = (),
-        *,
-        free_bytes: int = 0,
-        nccl: Sequence[NcclSettings | None] = (),
-    ) -> None:
-        """Nothing is asked yet.
+    config: UpdateConfig
+    exporter: Exporter
+    specs: tuple[TensorSpec, ...]
+    places: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    nccl: tuple[NcclSettings | None, ...] = ()
+    free_bytes: int = 0
+    failed: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    unmapped: frozenset[str] = frozenset()
+    cell_limit: int = MANY_RANKS
 
-        Args:
-            places: UUID of each trainer rank's device; the first is the head's.
-            links: Links that an earlier plan hands on, by URL.
-            hosts: Id of each trainer rank's host; empty if all run on this one.
-            free_bytes: GPU memory that each trainer rank may still take, where it is smallest; 0 if it is not known.
-            nccl: Each trainer rank's settings of NCCL; empty if they are not known.
-        """
-        self.urls = tuple(target.url for target in targets)
-        self.links = dict(links or {})
-        self._events = events if events is not None else Events()
-        self.receivers: tuple[int, ...] = (0,)
-        self._config = config
-        self._exporter = exporter
-        self._own = self._specs = tuple(specs)
-        self._places = tuple(places)
-        self._reading_hosts: tuple[str, ...] = ()
-        self._leg_hosts: tuple[str, ...] = ()
-        self._roster = roster
-        self.reach = Reach(config, exporter, specs, places, hosts, nccl)
-        self._sharings: frozenset[Sharing] = frozenset()
-        self._packing = Packing()
-        self._free_bytes = free_bytes
-        self._bucket_bytes = 0
-        self.cell_limit = MANY_RANKS
-        self.cast: dict[str, int] = {}
-
-    @property
-    def gathers(self) -> bool:
-        """True if a bucket is gathered from several trainer ranks."""
-        return len(self._places) > 1
-
-    def most_ranks(self, spec: TransportSpec) -> int:
-        """The most engine ranks in a cell of a transport."""
-        return most_ranks(spec, self._config.cell_ranks, self.cell_limit)
-
-    def divide_cells(self) -> None:
-        """Makes cells small from the next attempt on, unless the caller asked for a size."""
-        self.cell_limit = FEW_RANKS
-
-    def legs_to(self, link: Link) -> tuple[LegReport, ...]:
-        """The way to each rank of a target that was chosen for, from each trainer rank; as ``TargetReport.legs``."""
-        spec, place = self.reach.of(link.url), self.reach.placement({link.url: link.info})
-        ranks, trainers = tuple(range(link.info.tp_size)), range(len(self._places))
-        if spec.legs:
-            return tuple(legs_of(place, link))
-        if spec.by_rank:
-            near = {
-                host: tuple(rank for rank in link.near if link.info.hosts[rank] == host) for host in link.info.hosts
-            }
-            read = [
-                LegReport(ranks=some, by="ipc", trainers=tuple(sorted(set(self.receivers) & set(place.ranks_on(host)))))
-                for host, some in near.items()
-                if some
-            ]
-            return *read, LegReport(ranks=link.members, by="broadcast", trainers=(0,))
-        if not spec.scattered:
-            return ()
-        if spec.reach == "replicas":
-            trainers = place.ranks_on(link.info.host_id)
-        return (LegReport(ranks=ranks, by=spec.primitive, trainers=tuple(trainers)),)
-
-    def choose(self) -> Choice:
-        """Probes every target; chooses the transport and everything that it needs.
-
-        It raises ConfigError if weights do not fit an engine or no transport reaches all, else the errors of targets.
-        """
-        infos = self.probe(self.urls)
-        healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
-        if self._config.on_failure == "raise" or not healthy:
-            raise_together([info for info in infos.values() if not isinstance(info, EngineInfo)])
-        if self._roster.current is None:
-            check_scores(self._config, self._exporter)
-            tell_served(healthy, self._config)
-        return self._choose_for(healthy)
-
-    def choose_again(self) -> Choice:
-        """As ``choose``, asking nothing, for the targets that were planned for, without transports that failed."""
-        return self._choose_for({url: link.info for url, link in self.links.items() if link.planned})
-
-    def _choose_for(self, healthy: Mapping[str, EngineInfo]) -> Choice:
-        for link in self.links.values():
-            link.planned = False
-            link.opens = slice(0, 0)
-        links = [self.link(url, info) for url, info in healthy.items()]
-        check_fits(links, self._own)
-        self._send_as(links)
-        placement = self.reach.placement(healthy)
-        chosen = self.reach.choose(links, placement)
-        spec = self.reach.best
-        if spec.mapped:  # engines read what the trainer keeps
-            self._send_as(())
-        self.receivers = (0,)
-        for one, urls in chosen.items():
-            its = replace(placement, infos={url: healthy[url] for url in urls})
-            one.check(its)
-            check_places(one, its)
-            self.receivers = tuple(sorted({*self.receivers, *choose_receivers(one, its)}))
-        self._packing = links[0].adapter.packing
-        for link in links:
-            self._packing = self._packing.also(link.adapter.packing)
-        self._bucket_bytes = choose_bucket_bytes(
-            self._config,
-            self._exporter,
-            self._specs,
-            packing=self._packing,
-            world_size=len(self._places),
-            large=self._gains_from_large_buckets(links),
-            free_bytes=self._free_bytes,
+    def topology(self, infos: Mapping[str, EngineInfo], *, unmapped: Collection[str] = ()) -> Topology:
+        """Where the trainer ranks and these targets are; ``unmapped`` has more URLs of those that cannot map memory."""
+        return Topology(
+            infos=infos,
+            device=self.exporter.device,
+            places=self.places,
+            hosts=self.hosts,
+            nccl=self.nccl,
+            whole_on=self._whole_on,
+            shared_folder=self.config.disk_folder is not None,
+            variant=self.config.direct_by,
+            unmapped=self.unmapped.union(unmapped),
+            keep_mapped=self.config.keep_mapped,
         )
-        opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
-        check_proof(links, self._config)
+
+    def with_small_cells(self) -> Planner:
+        """The same with small cells, unless the caller asked for a size."""
+        return replace(self, cell_limit=FEW_RANKS)
+
+    def plan(self, links: Sequence[Link]) -> UpdatePlan:
+        """Plans updates of these targets; ConfigError if weights do not fit one or no transport reaches all.
+
+        ``"auto"`` takes a transport that leaves shards where they are only if it suits all targets.  Otherwise each
+        target gets the best of those that send gathered buckets.
+        """
+        check_fits(links, self.specs)
+        sent = self._sent(links)
+        topology = self.topology({link.url: link.info for link in links})
+        chosen = self._choose(links, topology, sent)
+        groups = {spec: [link for link in links if chosen[link.url] is spec] for spec in _in_order(chosen.values())}
+        best = next(iter(groups))
+        if best.in_place:  # engines read what the trainer keeps
+            sent = self.specs
+        receivers = {0}
+        for spec, its in groups.items():
+            theirs = replace(topology, infos={link.url: link.info for link in its})
+            spec.check(theirs)
+            check_places(spec, theirs)
+            receivers.update(choose_receivers(spec, theirs))
+        packing = Packing()
         for link in links:
-            self._check(link)
-            if not self.reach.of(link.url).shares_memory:
-                continue
-            first = opens[link.sharing]
-            opens[link.sharing] += link.info.tp_size
-            link.opens = slice(first, opens[link.sharing])
-        sharing = [link for link in links if self.reach.of(link.url).shares_memory]
-        ways = self._sharings = frozenset(link.sharing for link in sharing)
+            packing = packing.also(link.adapter.packing)
+        bucket_bytes = choose_bucket_bytes(
+            self.config,
+            self.exporter,
+            sent,
+            packing=packing,
+            world_size=len(self.places),
+            large=self.exporter.device.type == "cuda"
+            and all(chosen[link.url].maps_buckets and link.adapter.sharing == "weightcast" for link in links),
+            free_bytes=self.free_bytes,
+        )
+        targets: list[TargetPlan] = []
+        opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
+        for link in links:
+            target = self._target(link, chosen[link.url], sent, bucket_bytes)
+            if target.reads_memory:
+                first, opens[target.sharing] = opens[target.sharing], opens[target.sharing] + link.info.tp_size
+                target = msgspec.structs.replace(target, opens=(first, opens[target.sharing]))
+            targets.append(target)
         bound = [
             host
-            for link in sharing
-            for host in placement.near_hosts(link.info)
-            if self.reach.of(link.url).by_rank or self.reach.of(link.url).reach != "anywhere"
+            for link in links
+            if (spec := chosen[link.url]).reads_memory and ((spec.gathers and spec.divides) or spec.reach != "anywhere")
+            for host in topology.near_hosts(link.info)
         ]
-        self._reading_hosts = tuple(dict.fromkeys(bound)) if placement.on_many_hosts else ()
-        read = dict.fromkeys(host for link in links for host in link.reads if host)
-        self._leg_hosts = (*read, "") if spec.legs else ()
-        return Choice(
-            bucket_bytes=self._bucket_bytes,
-            transport=self.reach.label(links),
-            scattered=spec.scattered,
-            exchanges=spec.exchanges,
-            relays=spec.relays,
-            mapped=spec.mapped,
-            receivers=self.receivers,
-            reading_hosts=self._reading_hosts,
-            leg_hosts=self._leg_hosts,
-            packing=self._packing,
-            ways=tuple(ways),
+        read = dict.fromkeys(host for target in targets for host in target.reads if host)
+        return UpdatePlan(
+            transport=self.label(targets),
+            targets=tuple(targets),
+            bucket_bytes=bucket_bytes,
+            packing=packing,
+            receivers=tuple(sorted(receivers)),
+            reading_hosts=tuple(dict.fromkeys(bound)) if topology.on_many_hosts else (),
+            leg_hosts=(*read, "") if best.divides and not best.gathers else (),
             opens=opens["torch"],
             ring_opens=opens["ring"],
-            cells=cells_of(links, self.reach.of, self.most_ranks),
-            served=max((info.version for info in healthy.values() if info.version is not None), default=None),
-            cast=self._cast(),
+            cell_limit=self.cell_limit,
+            cells=cells_of(
+                [
+                    (spec, [_member(link, target) for link, target in zip(links, targets, strict=True) if link in its])
+                    for spec, its in groups.items()
+                ],
+                self.config.cell_ranks,
+                self.cell_limit,
+            ),
+            cast=self._cast(sent),
         )
 
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors in the dtypes in which they travel."""
-        return self._specs
+    def plan_late(self, plan: UpdatePlan, link: Link) -> TargetPlan:
+        """How a target gets the weights that was away, or was another engine, when ``plan`` was made.
 
-    def _send_as(self, links: Sequence[Link]) -> None:
-        """Sends tensors in the smaller dtypes that all these engines keep, unless the caller chose their dtypes."""
-        may_cast = self._config.wire_dtype is None and isinstance(self._exporter, Casting) and self._exporter.casts
+        ConfigError says that it needs what was not planned.
+        """
+        self._check_cast(plan, link)
+        # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
+        topology = self.topology({link.url: link.info})
+        near = topology.near_hosts(link.info)
+        planned = not plan.reading_hosts or (bool(near) and set(near) <= set(plan.reading_hosts))
+        if plan.leg_hosts:
+            planned = set(topology.reads_on(link.url)) <= set(plan.leg_hosts)
+        spec = self._late(plan, link, topology, planned=planned)
+        target = self._target(link, spec, plan.travelling(self.specs), plan.bucket_bytes)
+        before = next((one for one in plan.targets if one.url == link.url), None)
+        # Buffers were exported for so many processes; an engine that has restarted with as many opens them again.
+        if before is not None and before.opens[1] - before.opens[0] == link.info.tp_size:
+            target = msgspec.structs.replace(target, opens=before.opens)
+        return target
+
+    def give_way(self, link: Link, error: WeightcastError) -> tuple[Planner, str] | None:
+        """Leaves a target's transport, which failed for it, for the next best one.
+
+        Only ``transport="auto"`` does so, and ``direct`` from memory to messages.  It is done only if the engine says
+        that the transport failed: an engine that is gone is gone for every transport, and another one would not change
+        what the engine thinks of the weights.
+
+        Returns a planner without that transport and a remark for the report with the engine's words; None if the target
+        must fail.
+        """
+        spec = self._way_out(link, error)
+        if spec is None:
+            return None
+        url, failed = link.url, link.plan.transport
+        if spec.name == failed:
+            log.warning("%s: memory gives way to messages: %s", url, error)
+            words = f"memory gave way to messages, which stay until retarget(): {error}"
+            return replace(self, unmapped=self.unmapped | {url}), words
+        log.warning("%s: %s gives way to %s: %s", url, failed, spec.name, error)
+        words = f"{failed} gave way to {spec.name}, which stays until retarget(): {error}"
+        return replace(self, failed={**self.failed, url: self._failed(url) | {failed}}), words
+
+    def label(self, targets: Iterable[TargetPlan]) -> str:
+        """Names of the transports that reach these targets, best first: ``"ipc"`` or ``"ipc+broadcast"``."""
+        return label_of(spec.name for spec in _in_order(map(_spec_of, targets)))
+
+    # -- the transport of each target
+
+    def _choose(self, links: Sequence[Link], topology: Topology, sent: Sequence[TensorSpec]) -> _Chosen:
+        asked = self.config.transport
+        if asked == "auto":
+            whole = self._scattered_for_all(links, topology, sent)
+        else:
+            self._check_keeps(spec_of(asked))
+            whole = choose_transport(asked, topology)
+        if whole is None:
+            return {url: self._best_for(url, info) for url, info in topology.infos.items()}
+        if slow := whole.slow(topology):
+            log.warning("%s: %s", ", ".join(topology.infos), slow)
+        return dict.fromkeys(topology.infos, whole)
+
+    def _check_keeps(self, spec: TransportSpec) -> None:
+        if self.config.keep_mapped and not any(one.in_place for one in (spec, *spec.variants)):
+            raise ConfigError(
+                f"keep_mapped=True: {spec.name} does not read weights where the trainer keeps them",
+                hint='write transport="direct" or transport="auto", or leave keep_mapped out',
+            )
+
+    def _scattered_for_all(
+        self, links: Sequence[Link], topology: Topology, sent: Sequence[TensorSpec]
+    ) -> TransportSpec | None:
+        """The transport that leaves shards where they are and suits all targets; None if none does."""
+        without = {spec.name for spec in TRANSPORTS if spec.gathers}
+        without = without.union(*(self._failed(link.url) for link in links))
+        try:
+            spec = choose_transport("auto", topology, without=without)
+            for link in links:  # what is read in place is not cast
+                check_scattered(link, self.specs if spec.in_place else sent, self.config, self.exporter)
+        except ConfigError as error:
+            log.debug("shards are gathered: %s", error)
+            return None
+        return spec
+
+    def _best_for(self, url: str, info: EngineInfo, without: Collection[str] = ()) -> TransportSpec:
+        """The best transport for one target that may be mixed with others; raises ``ConfigError`` if there is none."""
+        unmixed = {spec.name for spec in TRANSPORTS if not spec.mixes}
+        topology, left = self.topology({url: info}), {*self._failed(url), *without}
+        if not left & {BY_RANK.name, "ipc"} and BY_RANK.suits(topology):
+            return BY_RANK
+        spec = choose_transport("auto", topology, without={*unmixed, *left})
+        if not spec.reads_memory and topology.beyond("trainers") is None:
+            try:
+                topology.check_seen()
+            except ConfigError as why:
+                log.info("auto takes %s: %s", spec.name, why)
+        return spec
+
+    def _way_out(self, link: Link, error: WeightcastError) -> TransportSpec | None:
+        """The transport to which ``give_way`` changes; None if the target must fail."""
+        url, info, failed = link.url, link.info, _spec_of(link.plan)
+        try:
+            if self.config.transport == failed.name:
+                if not self._may_send_messages(failed, error):
+                    return None
+                return choose_transport(failed.name, self.topology({url: info}, unmapped=[url]))
+            if self.config.transport == "auto" and is_the_transports(error, link):
+                return self._best_for(url, info, {failed.name})
+        except ConfigError as why:
+            log.info("%s stays with %s: %s", url, failed.name, why)
+        return None
+
+    def _may_send_messages(self, failed: TransportSpec, error: WeightcastError) -> bool:
+        """True if a target cannot map memory, and its transport has messages too."""
+        refused = isinstance(error, TargetRejected) and error.status == MAPPING_FAILED
+        many = bool(spec_of(failed.name).variants) and self.config.direct_by == "auto"
+        return refused and many and failed.reads_memory
+
+    def _late(self, plan: UpdatePlan, link: Link, topology: Topology, *, planned: bool) -> TransportSpec:
+        """The transport of a target that was away: its best one if that needs no buffers that were not planned."""
+        chosen = _in_order(map(_spec_of, plan.targets))
+        best = chosen[0]
+        if self.config.transport == "auto" and best.mixes:
+            unplanned = {one.name for one in TRANSPORTS if one.reads_memory and not planned}
+            spec = self._best_for(link.url, link.info, unplanned)
+            if spec in chosen or not spec.reads_memory:
+                return spec
+        if best.divides and not best.gathers and planned and best.offered_by(link.info):
+            best.check(topology)
+            return best
+        if not planned and best.reads_memory:
+            raise ConfigError(
+                f"{link.url} runs on host {link.info.host_id}, for which no trainer rank fills buckets", hint=_RETARGET
+            )
+        if best is BY_RANK:
+            raise ConfigError(
+                f"{link.url} would be reached by {', '.join(link.info.transports)}, and the update goes over "
+                f"{BY_RANK.name}",
+                hint=_RETARGET,
+            )
+        spec = choose_transport(best.name, topology)
+        if spec is not best:
+            raise ConfigError(
+                f"{link.url} would be reached by {spec.name} over {spec.variant}, and the update goes over "
+                f"{best.variant}",
+                hint=_RETARGET,
+            )
+        return spec
+
+    def _failed(self, url: str) -> frozenset[str]:
+        return self.failed.get(url, frozenset())
+
+    def _whole_on(self) -> Collection[str]:
+        exporter = self.exporter
+        # An exporter that cannot leave shards where they are is refused for that reason.
+        return exporter.whole_on(self.hosts) if isinstance(exporter, Scattering) else self.hosts
+
+    # -- what follows from it
+
+    def _target(self, link: Link, spec: TransportSpec, sent: Sequence[TensorSpec], bucket_bytes: int) -> TargetPlan:
+        """How a target gets the weights by this transport; ConfigError if it cannot be updated by it."""
+        if not spec.gathers:
+            check_scattered(link, sent, self.config, self.exporter)
+        link.adapter.check(sent, delivery=spec.delivery, bucket_bytes=bucket_bytes)
+        topology, info = self.topology({link.url: link.info}), link.info
+        near, reads = (), ()
+        if spec.reads_memory and spec.gathers:
+            near = topology.near_ranks(info)
+        elif spec.divides:
+            reads = topology.reads_on(link.url)
+            near = tuple(rank for rank, host in enumerate(reads) if host and topology.is_whole(host))
+        return TargetPlan(
+            url=link.url,
+            transport=spec.name,
+            variant=spec.variant,
+            carriers=spec.carriers,
+            gathers=spec.gathers,
+            chains=spec.chains,
+            cells=spec.cells,
+            sharing=spec.sharing or link.adapter.sharing,
+            near=near,
+            reads=reads,
+            legs=tuple(_legs(spec, topology, info, near, reads)),
+        )
+
+    def _sent(self, links: Sequence[Link]) -> tuple[TensorSpec, ...]:
+        """The tensors in the smaller dtypes that all these engines keep, unless the caller chose their dtypes."""
+        may_cast = self.config.wire_dtype is None and isinstance(self.exporter, Casting) and self.exporter.casts
         tables = [(*link.adapter.specs(), *link.info.optional) for link in links]
-        self._specs = best_sent(self._own, tables) if may_cast else self._own
-        self.reach.specs = self._specs
+        return tuple(best_sent(self.specs, tables)) if may_cast else self.specs
 
-    def _cast(self) -> dict[str, tuple[int, ...]]:
-        """As ``Choice.cast``."""
+    def _cast(self, sent: Sequence[TensorSpec]) -> dict[str, tuple[int, ...]]:
+        """As ``UpdatePlan.cast``."""
         found: dict[str, list[int]] = {}
-        for number, (own, sent) in enumerate(zip(self._own, self._specs, strict=True)):
-            if sent.dtype != own.dtype:
-                found.setdefault(sent.dtype, []).append(number)
-        for dtype, numbers in found.items():
-            log.info("%s to be sent in %s, which every engine keeps", count_of(len(numbers), "tensor"), dtype)
-        self.cast = {dtype: len(numbers) for dtype, numbers in found.items()}
+        for number, (own, one) in enumerate(zip(self.specs, sent, strict=True)):
+            if one.dtype != own.dtype:
+                found.setdefault(one.dtype, []).append(number)
         return {dtype: tuple(numbers) for dtype, numbers in found.items()}
 
-    def kept_links(self, roster: Roster) -> dict[str, Link]:
-        """Returns copies of the links to targets that stay when the membership changes."""
-        return {url: replace(link) for url, link in self.links.items() if roster.knows(url, link.client)}
-
-    def probe(self, urls: Sequence[str], *, hasty: bool = False, since: float | None = None) -> Probed:
-        """Asks targets for their description; returns each target's description or error."""
-        return self._added(self._roster.look(urls, hasty=hasty, since=since))
-
-    async def probe_hastily(self, url: str) -> EngineInfo | WeightcastError:
-        """As ``probe`` of one target with ``hasty``, on the event loop."""
-        return self._added(await self._roster.look_on_loop([url], hasty=True))[url]
-
-    def _added(self, found: Probed) -> Probed:
-        return {
-            url: self._add_break_off(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
-        }
-
-    def links_for(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> tuple[list[Link], Probed]:
-        """Returns links to the targets that the plan still fits, and the errors of the others by URL."""
-        links: list[Link] = []
-        failed: Probed = {}
-        for url, info in infos.items():
-            if not isinstance(info, EngineInfo):
-                failed[url] = info
-                continue
-            link = self.link(url, info)
-            try:
-                if not link.planned:
-                    self._check_late(link)
-                self._check_still_fits(link)
-            except WeightcastError as error:
-                failed[url] = error
-                continue
-            links.append(link)
-        return links, failed
-
-    def link(self, url: str, info: EngineInfo) -> Link:
-        """Returns the target's link; a new one if the engine is another than before, or has restarted."""
-        link = self.links.get(url)
-        if link is None or not _is_same(link.info, info):
-            # Buffers were exported for so many processes; an engine that has restarted with as many opens them again.
-            opens = link.opens if link is not None and link.info.tp_size == info.tp_size else slice(0, 0)
-            link = Link(
-                client=self._roster.client(url), adapter=adapter_for(info), info=info, opens=opens, events=self._events
-            )
-            self.links[url] = link
-        link.info = info
-        link.adapter.renew(info)
-        return link
-
-    def build_transport(self, links: Sequence[Link]) -> Transport:
-        """Builds the transport of these links: one, or one for each group of targets."""
-        in_flight = in_flight_to(links)
-        parts = list[Transport]()
-        for spec in self.reach.of_each(links):
-            its = [link for link in links if self.reach.of(link.url) is spec]
-            wiring = Wiring(
-                links=its,
-                specs=self._specs,
-                device=self._exporter.device,
-                config=self._config,
-                bucket_bytes=self._bucket_bytes,
-                num_trainers=len(self._places),
-                in_flight=in_flight,
-                cell_ranks=self.most_ranks(spec),
-                address=partial(_address_for, its),
-            )
-            parts.append(spec.build(wiring))
-        return parts[0] if len(parts) == 1 else MixedTransport(parts)
-
-    def _gains_from_large_buckets(self, links: Sequence[Link]) -> bool:
-        """True if every target maps buckets on a GPU with our receiver, and so takes no memory for them."""
-        return self._exporter.device.type == "cuda" and all(
-            self.reach.of(link.url).large_buckets and link.adapter.sharing == "weightcast" for link in links
-        )
-
-    def _check(self, link: Link) -> None:
-        """Checks that the target can be updated by the transport that was chosen for it."""
-        link.pause = choose_pause(link, self._config.pause)
-        warn_hazards(link)
-        spec = self.reach.of(link.url)
-        if spec.scattered:
-            check_scattered(link, self._specs, self._config, self._exporter)
-        link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._bucket_bytes)
-        link.sharing = spec.sharing or link.adapter.sharing
-        place = self.reach.placement({link.url: link.info})
-        reads = spec.shares_memory and not spec.scattered
-        link.near = place.near_ranks(link.info) if reads else ()
-        link.reads = place.reads_on(link.url) if spec.legs else ()
-        if spec.legs:
-            link.near = tuple(rank for rank, host in enumerate(link.reads) if host and place.is_whole(host))
-        link.planned = True
-
-    def _check_late(self, link: Link) -> None:
-        """Checks a target that was away, or was another engine, when the transport was chosen."""
-        check_fits([link], self._own)
-        check_proof([link], self._config)
-        self._check_cast(link)
-        # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
-        place = self.reach.placement({link.url: link.info})
-        near = place.near_hosts(link.info)
-        planned = not self._reading_hosts or (bool(near) and set(near) <= set(self._reading_hosts))
-        if self._leg_hosts:
-            planned = set(place.reads_on(link.url)) <= set(self._leg_hosts)
-        self.reach.choose_late(link, planned=planned)
-        self._check(link)
-
-    def _check_cast(self, link: Link) -> None:
+    def _check_cast(self, plan: UpdatePlan, link: Link) -> None:
         """Refuses a target that may keep more of a tensor than is sent, which others decided at ``connect``."""
         kept = {spec.name: spec.dtype for spec in (*link.adapter.specs(), *link.info.optional)}
-        for own, sent in zip(self._own, self._specs, strict=True):
+        for own, sent in zip(self.specs, plan.travelling(self.specs), strict=True):
             if sent.dtype != own.dtype and kept.get(sent.name) != sent.dtype:
                 raise ConfigError(
                     f"{sent.name} travels in {sent.dtype}, which the engines kept at connect(), and {link.url} keeps "
                     f"{kept.get(sent.name, 'it in a dtype that is not known')}: it would get rounded values",
-                    hint=f"call retarget() with the targets as they are now, or connect with wire_dtype={own.dtype!r}",
+                    hint=f"{_RETARGET}, or connect with wire_dtype={own.dtype!r}",
                 )
 
-    def _check_still_fits(self, link: Link) -> None:
-        """Checks that buckets and handles were planned for an engine like this one."""
-        link.pause = choose_pause(link, self._config.pause)
-        opens = len(range(1 << 30)[link.opens])
-        sharing = self.reach.of(link.url).shares_memory
-        shares = sharing and link.sharing in ("torch", "ring")
-        other = self._packing.also(link.adapter.packing) != self._packing
-        other = other or (sharing and bool(self._sharings) and link.sharing not in self._sharings)
-        if other or (shares and opens != link.info.tp_size):
-            raise ConfigError(
-                f"{link.url} is another engine than the buckets were planned for: {link.info.engine}, "
-                f"{link.info.tp_size} ranks",
-                hint="call retarget() with the targets as they are now",
-            )
 
-    def _add_break_off(self, url: str, info: EngineInfo) -> EngineInfo:
-        """Adds to an engine's description that an update of it broke off, which a stock engine does not know."""
-        link = self.links.get(url)
-        if link is None or not _is_same(link.info, info) or not link.mixed:
-            return info
-        return msgspec.structs.replace(
-            info,
-            state="quarantined",
-            message="an update of it broke off: it may hold parts of two versions; send it a full update",
-        )
+def _spec_of(target: TargetPlan) -> TransportSpec:
+    return spec_of(target.transport, target.variant)
 
 
-def legs_of(place: Placement, link: Link) -> Iterator[LegReport]:
-    """The legs to the ranks of a target that reads memory of trainer ranks on its hosts, and gets messages beside."""
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(link.reads):
-        ranks.setdefault(host, []).append(rank)
-    for host, some in ranks.items():
-        near = tuple(place.ranks_on(host)) if host else ()
-        far = tuple(rank for rank in range(len(place.places)) if rank not in near)
-        if near:
-            yield LegReport(ranks=tuple(some), by="memory", trainers=near)
-        if far and not (host and place.is_whole(host)):
-            yield LegReport(ranks=tuple(some), by="messages", trainers=far)
+def _member(link: Link, target: TargetPlan) -> Member:
+    return Member(link.url, link.adapter.meeting, link.info.tp_size - len(target.near))
 
 
-def _address_for(links: Sequence[Link]) -> str:
-    """Returns an address of this process that every target can reach."""
-    addresses = {local_address_towards(link.client.target.host, 80) for link in links}
-    outside = [address for address in addresses if not address.startswith("127.") and address != "::1"]
-    return sorted(outside or addresses)[0]
+def _legs(
+    spec: TransportSpec, topology: Topology, info: EngineInfo, near: Sequence[int], reads: Sequence[str]
+) -> Iterable[LegReport]:
+    """The way to each rank of a target, from each trainer rank; as ``TargetReport.legs``."""
+    everybody, trainers = tuple(range(info.tp_size)), tuple(range(len(topology.places)))
+    first, last = spec.carriers[0], spec.carriers[-1]
+    if not spec.divides:
+        if spec.gathers:
+            hosts = topology.near_hosts(info) or (info.host_id,)
+            filling = [rank for host in hosts for rank in topology.fillers_on(host)]
+            trainers = tuple(sorted(filling)) if first == "buffer" else (0,)
+        elif spec.reach == "replicas":
+            trainers = tuple(topology.ranks_on(info.host_id))
+        yield LegReport(ranks=everybody, by=first, trainers=trainers)
+        return
+    if spec.gathers:
+        for host in dict.fromkeys(info.hosts[rank] for rank in near):
+            ranks = tuple(rank for rank in near if info.hosts[rank] == host)
+            yield LegReport(ranks=ranks, by=first, trainers=tuple(topology.fillers_on(host)))
+        yield LegReport(ranks=tuple(rank for rank in everybody if rank not in near), by=last, trainers=(0,))
+        return
+    for host in dict.fromkeys(reads):
+        ranks = tuple(rank for rank, its in enumerate(reads) if its == host)
+        beside = tuple(topology.ranks_on(host)) if host else ()
+        others = tuple(rank for rank in trainers if rank not in beside)
+        if beside:
+            yield LegReport(ranks=ranks, by=first, trainers=beside)
+        if others and not (host and topology.is_whole(host)):
+            yield LegReport(ranks=ranks, by=last, trainers=others)
 
 
-def _is_same(before: EngineInfo, now: EngineInfo) -> bool:
-    """Returns True if this is the same start of the same engine, as far as the engine can tell."""
-    return before.incarnation == now.incarnation and before.tp_size == now.tp_size and before.engine == now.engine
+def _in_order(specs: Iterable[TransportSpec]) -> list[TransportSpec]:
+    """Each transport once, best first."""
+    names = [spec.name for spec in (*TRANSPORTS, BY_RANK)]
+    return sorted(dict.fromkeys(specs), key=lambda spec: names.index(spec.name))

@@ -43,7 +43,7 @@ from weightcast.runtime.addresses import is_loopback
 from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.transports.broadcast import check_nccl
 from weightcast.transports.registry import TRANSPORTS
-from weightcast.transports.spec import Placement
+from weightcast.transports.topology import Topology
 from weightcast.update.recognise import ask, recognise, recognise_on_loop
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo
@@ -370,7 +370,7 @@ def _memory(info: EngineInfo, bucket_bytes: int | None) -> Check:
 def _maps_on_gpus(info: EngineInfo) -> bool:
     """True if ``connect`` from this host would choose large buckets, which the engine's GPUs map."""
     on_gpus = bool(info.devices) and not {"cpu", "cuda"} & set(info.devices)
-    taken = any(spec.large_buckets and spec.name in info.transports for spec in TRANSPORTS)
+    taken = any(spec.maps_buckets and spec.name in info.transports for spec in TRANSPORTS)
     return on_gpus and taken and _has_receiver(info) and set(info.hosts) == {host_id()}
 
 
@@ -405,7 +405,7 @@ def _nccl(info: EngineInfo) -> Iterator[Check]:
     """Compares NCCL in a trainer with this process's environment to NCCL in the engine's ranks."""
     if torch.cuda.is_available() and any(rank.nccl is not None for rank in info.ranks):
         device = torch.device("cuda")
-        place = Placement(infos={"the engine": info}, device=device, places=("",), nccl=(settings_here(device),))
+        place = Topology(infos={"the engine": info}, device=device, places=("",), nccl=(settings_here(device),))
         try:
             check_nccl(place)
         except ConfigError as error:
@@ -474,7 +474,7 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
     """Sums up which transports an update can use."""
     possible = _deliveries(checks)
     # A transport that leaves shards on their ranks has a line of its own.
-    ours = [spec for spec in TRANSPORTS if spec.delivery in possible and not spec.scattered]
+    ours = [spec for spec in TRANSPORTS if spec.delivery in possible and spec.gathers]
     both = [spec.name for spec in ours if spec.name in info.transports]
     usable = [spec.name for spec in ours if spec.name in both and possible[spec.delivery]]
     if not both:
@@ -507,14 +507,14 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     if not visible_gpus() and set(info.devices) != {"cpu"}:
         possible["memory"] = False  # engine ranks on GPUs read no shards on a CPU
     for spec in TRANSPORTS:
-        if not spec.scattered or not spec.offered_by(info) or spec.lacks(info):
+        if spec.gathers or not spec.offered_by(info) or spec.lacks(info):
             continue
-        ways = [way for way in spec.primitives if possible[way.delivery]]
-        if spec.primitives and not ways:
+        ways = [way for way in spec.variants if possible[way.delivery]]
+        if spec.variants and not ways:
             yield _warn(spec.name, "cannot be used, for the reasons above")
             continue
         auto = "auto does not take it"
-        if any(way.mapped for way in ways):
+        if any(way.in_place for way in ways):
             auto = "auto takes it if the trainer sets keep_mapped=True"
         legs = ""
         if ways:

@@ -160,7 +160,7 @@ def make_plan(
     dtypes: dict[str, int] = {}
     for spec in specs:
         dtypes[spec.dtype] = dtypes.get(spec.dtype, 0) + spec.size_bytes
-    cells = tuple(map(sum, divide([tp] * (engine_ranks // tp), int, most_ranks(BROADCAST, cell_ranks))))
+    cells = tuple(map(sum, divide([tp] * (engine_ranks // tp), int, most_ranks(BROADCAST.cells, cell_ranks))))
     return Plan(
         model=model,
         engine=engine,

@@ -57,16 +57,16 @@ class Exchange:
         num_trainers: int,
         device: torch.device,
         timeout_s: float,
-        relays: bool = False,
+        chains: bool = False,
         host: str = "",
     ) -> None:
-        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``relays`` sends to the first of each chain only."""
+        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``chains`` sends to the first of each chain only."""
         self._rank = rank
         self._num_trainers = num_trainers
         self._device = device
         self._timeout_s = timeout_s
         self._host = host
-        self._relays = relays
+        self._chains = chains
         # By name of their group, in an order that is the same on all ranks: NCCL connects two ranks at their first
         # message, and ranks that begin with different cells would wait for each other.
         self._cells: dict[str, _Cell] = {}
@@ -137,7 +137,7 @@ class Exchange:
         """Numbers the kinds of the engine ranks of all cells."""
         words: dict[str, dict[bytes, int]] = {}
         for cell in self._cells.values():
-            places = chains(cell.told, self._num_trainers) if self._relays else [Relay()] * len(cell.told)
+            places = chains(cell.told, self._num_trainers) if self._chains else [Relay()] * len(cell.told)
             cell.kinds = {}
             for rank, (one, host, place) in enumerate(
                 zip(cell.told, cell.hosts, places, strict=True), self._num_trainers

@@ -14,22 +14,21 @@ from contextlib import contextmanager
 import torch
 
 from weightcast.comm.shared_buckets import Shared
-from weightcast.config import Target, UpdateConfig, check_version
+from weightcast.config import Target, check_version
 from weightcast.digest.sent import Sent
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, WeightcastError
 from weightcast.fleet.roster import Current, Roster
-from weightcast.protocols import Exporter
+from weightcast.protocols import Cell
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, only_its_group, raise_together, run_each, together
-from weightcast.transports.cells import FEW_RANKS
-from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import check_not_older
-from weightcast.update.choose import Plan, Probed
+from weightcast.update.choose import Planner
 from weightcast.update.exchange import Exchange
-from weightcast.update.messages import AttemptResult, Choice, Failure
+from weightcast.update.members import Members, Probed
+from weightcast.update.messages import AttemptResult, Failure
 from weightcast.update.prepare import Preparation, SendPlan
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
@@ -39,9 +38,8 @@ from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.layout import TensorSpec, total_bytes
+from weightcast.wire.layout import total_bytes
 from weightcast.wire.messages import Open
-from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.update.head")
 
@@ -57,38 +55,20 @@ class Head:
         self,
         targets: Sequence[Target],
         roster: Roster,
-        config: UpdateConfig,
-        exporter: Exporter,
-        specs: Sequence[TensorSpec],
-        places: Sequence[str],
+        planner: Planner,
         before: Head | None = None,
         events: Events | None = None,
-        hosts: Sequence[str] = (),
-        *,
-        free_bytes: int = 0,
-        nccl: Sequence[NcclSettings | None] = (),
     ) -> None:
-        """The arguments are those of ``Plan``; links come from ``before``, the head of the membership before."""
+        """Asks nothing yet; links come from ``before``, the head of the membership before."""
         self._events = events if events is not None else Events()
-        known = before._plan.kept_links(roster) if before is not None else {}
-        self._plan = Plan(
-            targets,
-            roster,
-            config,
-            exporter,
-            specs,
-            places,
-            known,
-            self._events,
-            hosts,
-            free_bytes=free_bytes,
-            nccl=nccl,
-        )
-        self._verifier = Verifier(self._plan, config, exporter, specs)
+        known = before._members.kept_links(roster) if before is not None else {}
+        config, exporter = planner.config, planner.exporter
+        self._members = Members(targets, roster, planner, known, self._events)
+        self._verifier = Verifier(self._members, config, exporter, planner.specs)
         self._config = config
         self._exporter = exporter
         self._roster = roster
-        self.sessions = Sessions(self._plan, roster, config)
+        self.sessions = Sessions(self._members, roster, config)
         self._excluded: set[str] = set()
         self._attempts = 0
         self._unexplained = 0  # attempts in which a group failed and no target is to blame
@@ -104,17 +84,19 @@ class Head:
 
     # -- before an attempt
 
-    def choose(self) -> Choice:
-        """Probes every target and chooses the transport; raises as ``Plan.choose``."""
-        return self._plan.choose()
+    def choose(self) -> AttemptResult:
+        """Probes every target and plans their updates; raises as ``Members.choose``."""
+        plan = self._members.choose()
+        served = (link.info.version for link in self._members.links.values() if link.planned)
+        return AttemptResult(plan=plan, served=max((one for one in served if one is not None), default=None))
 
     def prepare(self, plan: SendPlan, shared: Sequence[Sequence[Shared]]) -> Preparation:
         """Hands the plan of the updates to come to every chosen target, and works out what the head compares.
 
         ``shared`` is as ``BucketStream.share_ahead`` returns it.
         """
-        links = [link for link in self._plan.links.values() if link.planned]
-        preparing = Preparation(links, plan.tables, self._config, self._plan.reach.of, shared)
+        links = [link for link in self._members.links.values() if link.planned]
+        preparing = Preparation(links, plan.tables, self._config, shared)
         self._mapped = preparing.mapped
         self._verifier.prepare(plan, links)
         return preparing
@@ -134,8 +116,8 @@ class Head:
 
     def meet_ahead(self) -> None:
         """Makes the process groups of the updates to come; as ``Sessions.meet_ahead``."""
-        links = self._plan.links
-        self.sessions.meet_ahead([links[url] for url in self._plan.urls if url in links and links[url].planned])
+        links = self._members.links
+        self.sessions.meet_ahead([links[url] for url in self._members.urls if url in links and links[url].planned])
 
     def begin(
         self,
@@ -154,7 +136,7 @@ class Head:
         self.version = max((version, *(tried + 1 for tried in self._roster.tried))) if counts_on else version
         self._counts_on = counts_on
         self.sessions.begin()
-        for url in self._plan.urls:
+        for url in self._members.urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
         self._attempts = self._unexplained = 0
@@ -194,10 +176,10 @@ class Head:
         self._attempts += 1
         with self._phase("open"):
             try:
-                links = self._make_links(self._check_version(self._plan.probe(self._active(), since=self._asked_at)))
+                links = self._make_links(self._check_version(self._members.probe(self._active(), since=self._asked_at)))
                 for link in links:
-                    self._outcomes[link.url].transport = self._plan.reach.of(link.url).name
-                    self._outcomes[link.url].legs = self._plan.legs_to(link)
+                    self._outcomes[link.url].transport = link.plan.transport
+                    self._outcomes[link.url].legs = link.plan.legs
                 self.sessions.begin_open(links, self.version, plan.tables, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 self._failure = error
@@ -349,14 +331,14 @@ class Head:
 
     def release(self) -> None:
         """Makes every target unmap the trainer's memory."""
-        leave_all(list(self._plan.links.values()))
+        leave_all(list(self._members.links.values()))
 
     def close(self) -> None:
         """Closes the transport on both sides; safe to call twice."""
         if not self.sessions.close() and self._mapped:  # no update, which would have made a transport
             leave_all(self._mapped)
         self._mapped = ()
-        for link in self._plan.links.values():
+        for link in self._members.links.values():
             for note in link.take_notes():  # no report comes after this
                 log.warning("%s: %s", link.url, note)
 
@@ -404,7 +386,7 @@ class Head:
         found = {url: failure for url, failure in named.items() if url in self._outcomes}
         if not all(map(only_its_group, found.values())) or not (found or self.sessions.transport_failed):
             return found
-        infos = self._plan.probe([link.url for link in self.sessions.links], hasty=True)
+        infos = self._members.probe([link.url for link in self.sessions.links], hasty=True)
         gone: dict[str, WeightcastError] = {
             url: error if isinstance(info, EngineInfo) else info
             for url, info in infos.items()
@@ -414,13 +396,13 @@ class Head:
         return gone or found
 
     def _suspects(
-        self, culprits: Mapping[str, WeightcastError], broken: Sequence[Channel]
+        self, culprits: Mapping[str, WeightcastError], broken: Sequence[Cell]
     ) -> Mapping[str, WeightcastError] | None:
         """Returns the targets to leave out after cells have failed and nobody is to blame; None to try all again.
 
         All targets of a cell that fails again and again are left out, if others remain.
         """
-        failures = {link.url: cell.failure for cell in broken for link in cell.links}
+        failures = {url: cell.failure for cell in broken for url in cell.urls}
         if not failures:
             return culprits
         self._unexplained += 1
@@ -428,15 +410,14 @@ class Head:
             for url, failure in failures.items():
                 self._outcomes[url].notes.append(f"the group of its cell failed, and the update began again: {failure}")
             return None
-        if self._config.cell_ranks is None and self._plan.cell_limit > FEW_RANKS:
+        if self._members.divide_cells():
             log.warning(
                 "a process group of %d engines failed again and again, and none of them is to blame: later groups "
                 "have at most %d engine ranks: %s",
-                max(len(cell.links) for cell in broken),
-                FEW_RANKS,
+                max(len(cell.urls) for cell in broken),
+                self._members.plan.cell_limit,
                 next(iter(failures.values())),
             )
-            self._plan.divide_cells()
         if all(link.url in failures for link in self.sessions.links):
             return culprits
         return {url: failure for url, failure in failures.items() if failure is not None}
@@ -445,12 +426,7 @@ class Head:
         """Returns a remark for each target whose transport gives way to another; none if the update must fail."""
         if not self.sessions.transport_failed:
             return {}
-        notes = dict[str, str]()
-        for url, failure in culprits.items():
-            note = self._plan.reach.leave(self._plan.links.get(url), failure)
-            if note is not None:
-                notes[url] = note
-        return notes if self._config.on_failure == "quarantine" or len(notes) == len(culprits) else {}
+        return self._members.give_way(culprits, if_all=self._config.on_failure == "raise")
 
     def _choose_again(self, notes: Mapping[str, str]) -> AttemptResult:
         """The result of an attempt that is repeated over other transports."""
@@ -458,10 +434,10 @@ class Head:
             self._outcomes[url].notes.append(note)
         try:
             with self._phase("recover"):
-                choice = self._plan.choose_again()
+                plan = self._members.choose_again()
         except WeightcastError as error:
             return self._conclude_failed(error, f"update to version {self.version} failed: {error}")
-        return AttemptResult(again=True, choice=choice)
+        return AttemptResult(again=True, plan=plan)
 
     def _conclude_failed(self, error: WeightcastError, text: str) -> AttemptResult:
         """Switches targets back where the caller asked for all or nothing, and reports."""
@@ -513,7 +489,7 @@ class Head:
 
     def _make_links(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> list[Link]:
         """Returns links to the targets that can take part in this attempt; the others' outcomes say why not."""
-        links, failed = self._plan.links_for(infos)
+        links, failed = self._members.links_for(infos)
         errors = {url: error for url, error in failed.items() if isinstance(error, WeightcastError)}
         for url, error in errors.items():
             self._outcomes[url].failed = error
@@ -555,9 +531,9 @@ class Head:
         now: Probed = {}
         if unsure:
             with self._phase("recover"):
-                now = self._plan.probe(unsure, hasty=True)
+                now = self._members.probe(unsure, hasty=True)
         for url, outcome in self._outcomes.items():
-            link = self._plan.links.get(url)
+            link = self._members.links.get(url)
             outcome.notes += link.take_notes() if link is not None else ()
         rows = tuple(outcome.row(url, now.get(url)) for url, outcome in self._outcomes.items())
         digest = self._verifier.digest
@@ -576,14 +552,14 @@ class Head:
             kept = (self.version,) if self._config.allow_older else [n for n in self._roster.tried if n >= self.version]
             self._roster.tried = {one: self._roster.tried[one] for one in kept if one in self._roster.tried}
             changed = self._verifier.served()
-        size_bytes = total_bytes(self._plan.specs)
+        size_bytes = total_bytes(self._members.specs)
         seconds = time.monotonic() - self._started
         phases = self._phases | {"other": max(seconds - self._on_head_s, 0.0)}
         phases = {name: round(taken_s, 6) for name, taken_s in phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
             version=self.version,
-            transport=self._plan.reach.label(self.sessions.links),
+            transport=self._members.label(self.sessions.links),
             bytes=min(self.sessions.sent_bytes, size_bytes) if self._failure is not None else size_bytes,
             buckets=self.sessions.num_buckets,
             seconds=seconds,
@@ -593,7 +569,7 @@ class Head:
             targets=rows,
             unsummed=self._verifier.unsummed,
             changed_ratio=changed,
-            cast=self._plan.cast,
+            cast={dtype: len(numbers) for dtype, numbers in self._members.plan.cast.items()},
         )
 
     @contextmanager

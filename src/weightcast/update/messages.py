@@ -11,7 +11,7 @@ from weightcast import errors
 from weightcast.comm.rendezvous import Invited
 from weightcast.errors import ConfigError, TargetError, TargetsFailed, UpdateFailed, WeightcastError
 from weightcast.report import UpdateReport
-from weightcast.wire.layout import Packing, TensorSpec
+from weightcast.transports.plan import UpdatePlan
 from weightcast.wire.nccl_settings import NcclSettings
 
 
@@ -61,47 +61,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return WeightcastError(self.text, hint=self.hint)
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The head's choices at connect.  Fields of ``TransportSpec`` and ``TrainerGroup`` are as there.
-
-    Attributes:
-        transport: Name of the transport; several names joined by ``+`` if targets are reached in different ways.
-        receivers: The trainer ranks that fill a bucket.
-        ways: The kinds of handles to the buffers, for a transport that shares memory.
-        opens: Number of engine processes that open a buffer in torch's way.
-        ring_opens: Number of engine processes that open the storage of all buffers.
-        served: Highest version that a target serves; None if no target knows its own.
-        cells: URLs of the targets in each cell of a transport that has cells.
-        cast: Numbers of the exporter's tensors that are cast before they are sent, by the dtype that engines keep.
-    """
-
-    failure: Failure | None = None
-    transport: str = ""
-    receivers: tuple[int, ...] = (0,)
-    reading_hosts: tuple[str, ...] = ()
-    leg_hosts: tuple[str, ...] = ()
-    scattered: bool = False
-    exchanges: bool = False
-    relays: bool = False
-    mapped: bool = False
-    packing: Packing = Packing()
-    ways: tuple[str, ...] = ()
-    opens: int = 0
-    ring_opens: int = 0
-    bucket_bytes: int = 0
-    served: int | None = None
-    cells: tuple[tuple[str, ...], ...] = ()
-    cast: dict[str, tuple[int, ...]] = {}
-
-    def travelling(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """The exporter's tensors in the dtypes in which they travel."""
-        found = list(specs)
-        for dtype, numbers in self.cast.items():
-            for number in numbers:
-                found[number] = msgspec.structs.replace(found[number], dtype=dtype)
-        return tuple(found)
-
-
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a trainer rank keeps its weights: the UUID of its GPU or ``"cpu"``, and the bytes of it that are free.
 
@@ -129,7 +88,8 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         again: True if an attempt follows, with the targets that are left.
-        choice: The choices for that attempt; None if they stay as they are.
+        plan: The plan of the updates from then on; None if it stays as it is.
+        served: With a plan, the highest version that a target serves; None if no target knows its own.
         score: True if the head needs the trainer's forward pass next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The groups that every trainer rank joins next; empty if there are none to join.
@@ -139,7 +99,8 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     report: UpdateReport | None = None
     failure: Failure | None = None
     again: bool = False
-    choice: Choice | None = None
+    plan: UpdatePlan | None = None
+    served: int | None = None
     score: bool = False
     sums_buckets: bool = False
     invited: tuple[Invited, ...] = ()

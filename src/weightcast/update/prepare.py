@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,14 +20,14 @@ from weightcast.digest.sent import CastSums, casts_of
 from weightcast.errors import WeightcastError
 from weightcast.protocols import Preparing
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.spec import TransportSpec
+from weightcast.transports.plan import TargetPlan
 from weightcast.update.finite import FiniteCheck
 from weightcast.update.sessions import this_process
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket_sources import Part, Source
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Prepare, Way
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 log = logging.getLogger("weightcast.update.prepare")
 
@@ -42,15 +42,11 @@ class Preparation:
     def __init__(
         self,
         links: Sequence[Link],
-        plan: UpdatePlan,
+        plan: UpdateTables,
         config: UpdateConfig,
-        transport_of: Callable[[str], TransportSpec],
         shared: Sequence[Sequence[Shared]],
     ) -> None:
-        """Sends the plan to every engine that takes it; ``transport_of`` is the transport to a URL.
-
-        ``shared`` is as ``BucketStream.share_ahead`` returns it.
-        """
+        """Sends the plan to every engine that takes it; ``shared`` is as ``BucketStream.share_ahead`` returns it."""
         plan = plan if in_flight_to(links) > 1 else plan.without_sizes
         owner = this_process()
         messages: dict[tuple[object, ...], tuple[Prepare, object]] = {}
@@ -60,8 +56,8 @@ class Preparation:
         for link in links:
             if not isinstance(link.adapter, Preparing):
                 continue
-            way = _way_to(link, transport_of(link.url))
-            given = [link.shared(some) for some in shared] if not link.near and not link.reads else []
+            way = _way_to(link.plan)
+            given = [link.shared(some) for some in shared] if not link.plan.near and not link.plan.reads else []
             key = way, *(id(one) for some in given for one in some)
             if key not in messages:
                 message = Prepare(
@@ -93,13 +89,13 @@ class Preparation:
         return answers
 
 
-def _way_to(link: Link, spec: TransportSpec) -> Way:
+def _way_to(target: TargetPlan) -> Way:
     """How the ranks of an engine get their shares."""
-    if not spec.scattered:
+    if target.gathers:
         return "buckets"
-    if spec.exchanges:
+    if "group" in target.carriers:
         return "messages"
-    return "reads" if link.sharing == "remote" else "memory"
+    return "reads" if "rdma" in target.carriers else "memory"
 
 
 def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[Part, ...], ...], ...]:
@@ -109,7 +105,7 @@ def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[Par
     return tuple(tuple(one.parts for one in some if one.parts or way == "messages") for some in given)
 
 
-def _sources(plan: UpdatePlan, way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
+def _sources(plan: UpdateTables, way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
     """The source of each bucket as ``Announce`` will have it; empty unless all buckets lie in memory already."""
     lies = (any(one.memory is not None or one.memories for one in some) for some in given)
     if way in _BY_PARTS or not given or not all(lies):
@@ -129,7 +125,7 @@ class SendPlan:
     """
 
     def __init__(self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout]) -> None:
-        self.tables = UpdatePlan(tuple(specs), layouts, tuple(layout.size_bytes for layout in layouts))
+        self.tables = UpdateTables(tuple(specs), layouts, tuple(layout.size_bytes for layout in layouts))
         self.sums = PlanSums(layouts)
         self.finite = FiniteCheck()
         self._kept: list[Sequence[TensorSpec]] = []

@@ -1,4 +1,4 @@
-"""The sessions of one attempt: one on each target, and the transport that reaches all of them."""
+"""The sessions of one attempt: one on each target, and what carries the weights to all of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exchanging, Transport
+from weightcast.protocols import Cell
 from weightcast.transports.blame import raise_together, run_each, start_each, wait_each
-from weightcast.transports.cells import InCells
-from weightcast.transports.channel import Channel
+from weightcast.transports.carriers import Carriers
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome
-from weightcast.update.choose import Plan
+from weightcast.update.members import Members
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import BOXES, Open, Owner
 from weightcast.wire.pieces import decode_boxes, decode_wanted
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 log = logging.getLogger("weightcast.update.sessions")
 
@@ -36,23 +35,20 @@ LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one
 
 
 class Sessions:
-    """Opens, feeds and ends the sessions of one attempt after the other.  The transport outlives an attempt.
+    """Opens, feeds and ends the sessions of one attempt after the other.  The carriers outlive an attempt.
 
     Attributes:
         transport_failed: True if the attempt failed because a target could not be connected or given a bucket.
     """
 
-    def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
+    def __init__(self, members: Members, roster: Roster, config: UpdateConfig) -> None:
         self.links: Sequence[Link] = ()
         self.num_buckets = self.sent_bytes = 0
         self.transport_failed = False
-        self._plan = plan
+        self._members = members
         self._roster = roster
         self._config = config
-        # The transport, and the same as what else it is; to ask for a protocol takes longer than an answer may.
-        self._transport: Transport | None = None
-        self._exchanging: Exchanging | None = None
-        self._in_cells: InCells | None = None
+        self._carriers: Carriers | None = None
         self._signature: tuple[object, ...] = ()
         self._opening: list[Future[object]] = []
         self._ask: Callable[[], None] = lambda: None
@@ -60,7 +56,7 @@ class Sessions:
 
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
-        self._end_left(self._plan.links.values(), "the update before this one did not end")
+        self._end_left(self._members.links.values(), "the update before this one did not end")
         for cell in self._cells:
             cell.failure = None
         self.links = ()
@@ -72,15 +68,15 @@ class Sessions:
 
         If that fails, the first update tries again and reports it; what kept an engine from joining is logged here.
         """
-        in_groups = [link for link in links if self._plan.reach.of(link.url).cells]
+        in_groups = [link for link in links if link.plan.cells]
         if not in_groups or not all(link.adapter.meeting == "weightcast" for link in in_groups):
             return
         self.links = links
-        self._renew_transport()
-        if self._transport is None or self._exchanging is not None:
+        if self._members.plan.exchanges:
             return  # all trainer ranks join such a group, in step
+        carriers = self._renewed()
         try:
-            self._transport.connect()
+            carriers.connect()
         except WeightcastError as error:
             log.warning("no process group could be made with the engines yet; the first update tries again: %s", error)
 
@@ -88,7 +84,7 @@ class Sessions:
         self,
         links: Sequence[Link],
         version: int,
-        plan: UpdatePlan,
+        plan: UpdateTables,
         check: Callable[[Link, Ack], None],
         began: Callable[[Open], None],
     ) -> None:
@@ -99,7 +95,7 @@ class Sessions:
         ``check`` gets each target's answer; ``began`` gets the message before it is sent.
         """
         self.links = links
-        self._renew_transport()
+        self._renewed()
         message = open_message(self._config, links, version, plan, trainer=self._roster.trainer)
         began(message)
 
@@ -121,11 +117,11 @@ class Sessions:
             wait_each(self._opening)
         finally:
             self._tell_opened()
-        with self._moving():
-            if self._exchanging is not None:
-                self._exchanging.invite()
-            elif self._transport is not None:
-                self._transport.connect()
+        with self._moving() as carriers:
+            if self._members.plan.exchanges:
+                carriers.invite()
+            else:
+                carriers.connect()
 
     def _tell_opened(self) -> None:
         """Tells the roster whose sessions are open."""
@@ -139,8 +135,8 @@ class Sessions:
 
         An engine is asked once for each of its starts.  Without an answer its ranks read each run by itself.
         """
-        readers = [link for link in self.links if link.sharing == "remote" and self._config.max_extra_bytes is None]
-        if not readers:
+        readers = [link for link in self.links if "rdma" in link.plan.carriers]
+        if not readers or self._config.max_extra_bytes is not None:
             return None
 
         async def ask(link: Link) -> None:
@@ -162,53 +158,46 @@ class Sessions:
     @property
     def invited(self) -> tuple[Invited, ...]:
         """The groups that all trainer ranks must join before anything is sent; empty if there are none."""
-        return tuple(self._exchanging.invited) if self._exchanging is not None else ()
+        return tuple(self._carriers.invited) if self._carriers is not None else ()
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups in which trainer ranks send to engine ranks, those that are well."""
-        return tuple(self._exchanging.members) if self._exchanging is not None else ()
+        return tuple(self._carriers.members) if self._carriers is not None else ()
 
     def connect(self) -> dict[Invited, UpdateGroup]:
         """Makes the groups to which the other trainer ranks are ``invited``; returns those that came about."""
-        transport, exchanging = self._transport, self._exchanging
-        assert transport is not None
-        assert exchanging is not None
-        invited = exchanging.invited
-        with self._moving():
-            transport.connect()
-        members = exchanging.members
+        with self._moving() as carriers:
+            invited = carriers.invited
+            carriers.connect()
+        members = carriers.members
         return {one: members[one.group] for one in invited if one.group in members}
 
     def lost(self, failures: Mapping[str, str]) -> None:
         """Ends the transfers in groups, by name, in which a trainer rank's messages failed, and raises the causes."""
-        transport = self._exchanging
-        assert transport is not None
         errors: list[WeightcastError] = []
-        with self._moving():
+        with self._moving() as carriers:
             for name, text in failures.items():
                 try:
-                    transport.lost(name, GroupFailed(text))
+                    carriers.lost(name, GroupFailed(text))
                 except WeightcastError as error:
                     errors.append(error)
             raise_together(errors)
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Sends a bucket; ``shared`` has the handles to the buffers that hold it."""
-        assert self._transport is not None
-        with self._moving():
-            self._transport.send(bucket, shared)
+        with self._moving() as carriers:
+            carriers.send(bucket, shared)
         self.num_buckets += 1
         self.sent_bytes += bucket.layout.size_bytes
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket."""
-        assert self._transport is not None
-        with self._moving():
-            self._transport.drain()
+        with self._moving() as carriers:
+            carriers.drain()
 
     @property
-    def broken(self) -> Sequence[Channel]:
+    def broken(self) -> Sequence[Cell]:
         """The cells that have failed in this attempt."""
         return [cell for cell in self._cells if cell.failure is not None]
 
@@ -224,7 +213,7 @@ class Sessions:
         outcome.in_doubt = True
         if not link.adapter.leased:
             raise lost  # the engine would take a second Commit for another one
-        now = await self._plan.probe_hastily(link.url)
+        now = await self._members.probe_hastily(link.url)
         if not isinstance(now, EngineInfo):
             raise lost
         try:
@@ -241,53 +230,48 @@ class Sessions:
     def abort(self, reason: str) -> None:
         """Ends every session that is open or asked for, and tells the roster which targets kept one whole version."""
         self._tell_opened()
-        if self._transport is not None:
-            self._transport.abort(reason)
+        if self._carriers is not None:
+            self._carriers.abort(reason)
         self._end_left(self.links, reason)
-        if self._transport is not None:
-            self._transport.settle()
+        if self._carriers is not None:
+            self._carriers.settle()
 
     def close(self) -> bool:
-        """Closes the transport on both sides; safe to call twice.  False if there was none."""
-        self._end_left(self._plan.links.values(), "the trainer closes its connections")
-        transport = self._transport
-        self._transport = self._exchanging = self._in_cells = None
-        if transport is not None:
-            transport.close()
-        return transport is not None
+        """Closes the carriers on both sides; safe to call twice.  False if there were none."""
+        self._end_left(self._members.links.values(), "the trainer closes its connections")
+        carriers, self._carriers = self._carriers, None
+        if carriers is not None:
+            carriers.close()
+        return carriers is not None
 
     @contextmanager
-    def _moving(self) -> Generator[None]:
+    def _moving(self) -> Generator[Carriers]:
         """Notes a failure to reach a target, as opposed to a failure of its session."""
+        assert self._carriers is not None
         try:
-            yield
+            yield self._carriers
         except WeightcastError:
             self.transport_failed = True
             raise
 
-    def _renew_transport(self) -> None:
-        """Makes a transport unless there is one; a new one if a target came back as another member of its groups."""
+    def _renewed(self) -> Carriers:
+        """Makes the carriers unless there are some; others if a target came back as another member of its groups."""
         signature = self._sign()
         shown = all(link.info.shows_restart for link in self.links)
-        if self._transport is not None and shown and signature == self._signature:
-            return
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = made = self._plan.build_transport(self.links)
-        self._exchanging = made if isinstance(made, Exchanging) else None
-        self._in_cells = made if isinstance(made, InCells) else None
+        if self._carriers is not None and shown and signature == self._signature:
+            return self._carriers
+        if self._carriers is not None:
+            self._carriers.close()
+        self._carriers = self._members.build_carriers(self.links)
         self._signature = signature
+        return self._carriers
 
     def _sign(self) -> tuple[object, ...]:
-        return self._plan.cell_limit, *(
-            (link.url, link.info.incarnation, spec.name, spec.primitive, link.near, link.reads)
-            for link in self.links
-            if (spec := self._plan.reach.of(link.url))
-        )
+        return self._members.plan.cell_limit, *((link.info.incarnation, link.plan) for link in self.links)
 
     @property
-    def _cells(self) -> Sequence[Channel]:
-        return self._in_cells.cells if self._in_cells is not None else ()
+    def _cells(self) -> Sequence[Cell]:
+        return self._carriers.cells if self._carriers is not None else ()
 
     def _end_left(self, links: Iterable[Link], reason: str) -> None:
         left = [link for link in links if link.is_open]
@@ -318,7 +302,7 @@ def this_process() -> Owner:
 
 
 def open_message(
-    config: UpdateConfig, links: Sequence[Link], version: int, plan: UpdatePlan, *, trainer: str = ""
+    config: UpdateConfig, links: Sequence[Link], version: int, plan: UpdateTables, *, trainer: str = ""
 ) -> Open:
     """Returns the message that opens a new session on these targets; ``trainer`` is ``Roster.trainer``."""
     # A receiver that knows the sizes of broadcasts may post bucket n+1's receive before it replies to n, so the sender

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import TrainerRankFailed, WeightcastError
 from weightcast.update.head import FOLLOW_DEADLINES
-from weightcast.update.messages import AttemptResult, Choice, Failure
+from weightcast.update.messages import AttemptResult, Failure
 
 _NEXT = "the next call of the updater"
-_Message = TypeVar("_Message", Choice, AttemptResult)
 
 
 class TrainerRanks:
@@ -52,8 +49,8 @@ class TrainerRanks:
         failure = self.hear(AttemptResult(failure=failure)).failure
         return None if failure is None else failure.rebuild()
 
-    def hear(self, message: _Message) -> _Message:
+    def hear(self, message: AttemptResult) -> AttemptResult:
         """Returns the head's message on every rank; the argument counts on the head alone."""
         payload = msgspec.json.encode(message) if self.group.is_head else None
         heard = self.group.broadcast_bytes(payload, timeout_s=self.wait_s)
-        return msgspec.json.decode(heard, type=type(message))
+        return msgspec.json.decode(heard, type=AttemptResult)

@@ -28,6 +28,7 @@ from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Replanning
 from weightcast.report import UpdateReport, count_of
 from weightcast.runtime.gc_pause import gc_paused
+from weightcast.transports.plan import UpdatePlan
 from weightcast.update.arguments import (
     Model,
     Targets,
@@ -43,9 +44,10 @@ from weightcast.update.arguments import (
 from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_memory import check_planned_bytes, free_bytes_of
 from weightcast.update.bucket_stream import BucketStream, Progress
+from weightcast.update.choose import Planner
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
-from weightcast.update.messages import AttemptResult, Choice, Failure, Place, least_free_bytes
+from weightcast.update.messages import AttemptResult, Failure, Place, least_free_bytes
 from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
@@ -115,7 +117,7 @@ class WeightUpdater:
         self._served: int | None = None
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._looks_again = False  # True while ranks may plan for different models
-        self._choice = Choice()
+        self._plan = UpdatePlan()
         self._events = Events()
         try:
             self._events = Events(listeners, rank=self._group.rank)
@@ -200,12 +202,12 @@ class WeightUpdater:
 
         Where ``"auto"`` reaches targets in different ways, the names are joined: ``"ipc+broadcast"``.
         """
-        return self._choice.transport
+        return self._plan.transport
 
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket in bytes, as the caller gave it or as ``connect`` chose it."""
-        return self._choice.bucket_bytes
+        return self._plan.bucket_bytes
 
     @property
     def cells(self) -> tuple[tuple[str, ...], ...]:
@@ -214,7 +216,7 @@ class WeightUpdater:
         A cell is one process group.  An engine that fails ends its own group only.  An attempt that is repeated makes
         the groups of all cells anew.
         """
-        return self._choice.cells
+        return self._plan.cells
 
     @property
     def served(self) -> int | None:
@@ -293,14 +295,14 @@ class WeightUpdater:
         return self._run("retarget()", lambda: self._retarget(known, catch_up))
 
     def _retarget(self, known: Sequence[Target], catch_up: bool) -> UpdateReport | None:
-        before, choice = self._targets, self._choice
+        before, plan = self._targets, self._plan
         try:
             self._enter()
             self._targets = tuple(known)
             with gc_paused():
                 self._choose(leaving=before)
         except BaseException:
-            self._targets, self._choice = before, choice
+            self._targets, self._plan = before, plan
             if not self._settled and self._head is not None:
                 self._head.close()  # while it still knows the clients of the new targets
             raise
@@ -483,43 +485,43 @@ class WeightUpdater:
         free_bytes = free_bytes_of(device) + held
         seat = Place(device_uuid(device), free_bytes, settings_here(device))
         places = self._group.gather_bytes(msgspec.json.encode(seat))
-        choice, head, layouts = Choice(), None, list[BucketLayout]()
+        result, head, layouts = AttemptResult(), None, list[BucketLayout]()
         if self._group.is_head:
             assert places is not None
             seats = [msgspec.json.decode(place, type=Place) for place in places]
-            where = [seat.device for seat in seats]
             try:
                 if self._roster is None:
                     self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=self._recognise)
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
-                head = Head(
-                    self._targets,
-                    self._roster,
-                    self._config,
-                    self._exporter,
-                    self._specs,
-                    where,
-                    before=self._head,
-                    events=self._events,
-                    hosts=self._group.hosts if self._group.world_size > 1 else (),
-                    free_bytes=least_free_bytes(seats),
-                    nccl=[seat.nccl for seat in seats],
-                )
-                choice = head.choose()
+                head = Head(self._targets, self._roster, self._planner(seats), before=self._head, events=self._events)
+                result = head.choose()
                 self._roster.check_one_engine_each()
-                layouts = self._layouts_for(choice)
+                assert result.plan is not None
+                layouts = self._layouts_for(result.plan)
             except WeightcastError as error:
-                choice = Choice(failure=Failure.of(error))
-        choice = self._ranks.hear(choice)
-        if choice.failure is not None:
-            raise self._all_heard(choice.failure.rebuild())
+                result = AttemptResult(failure=Failure.of(error))
+        result = self._ranks.hear(result)
+        if result.failure is not None:
+            raise self._all_heard(result.failure.rebuild())
+        assert result.plan is not None
         self._settled = False
         if self._head is not None:
             self._head.close()  # engines unmap the buffers that are freed next, and map the new ones after that
-        self._head, self._served = head, choice.served
-        self._prepare(self._use(choice, layouts))
+        self._head, self._served = head, result.served
+        self._prepare(self._use(result.plan, layouts))
         self._settled = True
+
+    def _planner(self, seats: Sequence[Place]) -> Planner:
+        return Planner(
+            config=self._config,
+            exporter=self._exporter,
+            specs=self._specs,
+            places=tuple(seat.device for seat in seats),
+            hosts=tuple(self._group.hosts) if self._group.world_size > 1 else (),
+            nccl=tuple(seat.nccl for seat in seats),
+            free_bytes=least_free_bytes(seats),
+        )
 
     def _prepare(self, stream: BucketStream) -> None:
         """Works out on both sides what the first update would otherwise have to find out.  Collective."""
@@ -534,27 +536,27 @@ class WeightUpdater:
         if self._head is not None:
             self._head.meet_ahead()
 
-    def _use(self, choice: Choice, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
-        """Makes the stream of buckets for the head's choices, with layouts that are known already.  Collective."""
+    def _use(self, plan: UpdatePlan, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
+        """Makes the stream of buckets for the head's plan, with layouts that are known already.  Collective."""
         if self._stream is not None:
             self._stream.close()  # other targets and transports may need other buffers
-        self._choice = choice
-        self._group.receivers = choice.receivers
-        self._group.reading_hosts = choice.reading_hosts
-        self._group.leg_hosts = choice.leg_hosts
+        self._plan = plan
+        self._group.receivers = plan.receivers
+        self._group.reading_hosts = plan.reading_hosts
+        self._group.leg_hosts = plan.leg_hosts
         num_mapped = 0
-        if choice.mapped:
+        if plan.mapped:
             layouts, num_mapped = layouts_in_place(
-                self._exporter, self._group, self._specs, choice.packing, bucket_bytes=choice.bucket_bytes
+                self._exporter, self._group, self._specs, plan.packing, bucket_bytes=plan.bucket_bytes
             )
-        layouts = layouts or self._layouts_for(choice)
+        layouts = layouts or self._layouts_for(plan)
         self._stream = BucketStream(
             self._exporter,
             layouts,
             self._group,
-            choice,
+            plan,
             self._head,
-            specs=choice.travelling(self._specs),
+            specs=plan.travelling(self._specs),
             num_mapped=num_mapped,
             verifies=self._config.verify != "none",
             check_finite=checks_finite(self._config, self._exporter.device),
@@ -565,15 +567,15 @@ class WeightUpdater:
         )
         return self._stream
 
-    def _layouts_for(self, choice: Choice) -> list[BucketLayout]:
-        return plan_buckets(choice.travelling(self._specs), bucket_bytes=choice.bucket_bytes, packing=choice.packing)
+    def _layouts_for(self, plan: UpdatePlan) -> list[BucketLayout]:
+        return plan_buckets(plan.travelling(self._specs), bucket_bytes=plan.bucket_bytes, packing=plan.packing)
 
     def _transact(self) -> UpdateReport:
         """Runs the update that the head has begun."""
         assert self._stream is not None
-        while (result := self._attempts.run(self._head, self._stream)).choice is not None:
+        while (result := self._attempts.run(self._head, self._stream)).plan is not None:
             self._settled, began = False, time.monotonic()
-            self._use(result.choice)  # a transport gave way
+            self._use(result.plan)  # a transport gave way
             self._settled = True
             if self._head is not None:
                 self._head.add_phase("recover", time.monotonic() - began)

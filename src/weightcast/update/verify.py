@@ -19,8 +19,8 @@ from weightcast.transports.blame import raise_together, try_each
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, received_otherwise
 from weightcast.transports.preflight import check_read_back
-from weightcast.update.choose import Plan
 from weightcast.update.finite import FiniteCheck, checks_finite
+from weightcast.update.members import Members
 from weightcast.update.prepare import SendPlan
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
@@ -34,8 +34,8 @@ class WeightsChanged(ConfigError):
 class Verifier:
     """The digests of one update, and the comparisons with each target's answers."""
 
-    def __init__(self, plan: Plan, config: UpdateConfig, exporter: Exporter, specs: Sequence[TensorSpec]) -> None:
-        self._plan = plan
+    def __init__(self, members: Members, config: UpdateConfig, exporter: Exporter, specs: Sequence[TensorSpec]) -> None:
+        self._members = members
         self._config = config
         self._exporter = exporter
         self._unsummed = tuple(unsummed(exporter, specs))
@@ -68,7 +68,7 @@ class Verifier:
     def prepare(self, plan: SendPlan, links: Sequence[Link]) -> None:
         """Works out what checking updates by this plan takes."""
         device, kept = self._exporter.device, [link.info.specs for link in links]
-        if not self._plan.reach.best.scattered and checks_finite(self._config, device):
+        if not self._members.plan.scattered and checks_finite(self._config, device):
             for layout in plan.tables.layouts:
                 plan.finite.prepare(layout)
         if self._config.verify == "none":
@@ -101,7 +101,7 @@ class Verifier:
 
     def add(self, bucket: Bucket) -> None:
         """Digests a bucket before it is sent, so a bit that flips later cannot go unseen; may raise NotFinite."""
-        if not self._plan.reach.best.scattered and checks_finite(self._config, bucket.data.device):
+        if not self._members.plan.scattered and checks_finite(self._config, bucket.data.device):
             self._finite.check(bucket)
         if self._config.verify != "none":
             self._digests.add(bucket)
@@ -145,7 +145,7 @@ class Verifier:
         for link in asked:
             ack = link.closed
             assert ack is not None
-            if arrived(link, ack, sent, kept_only=self._plan.reach.best.scattered):
+            if arrived(link, ack, sent, kept_only=self._members.plan.scattered):
                 outcomes[link.url].received(ack, sent)
             else:
                 wrong.append(link)
@@ -170,11 +170,11 @@ class Verifier:
             ack = link.closed
             assert ack is not None
             acks.append(ack)
-            gathers = self._plan.gathers and not self._plan.reach.best.scattered
+            gathers = self._members.gathers
             differing.append(received_otherwise(link, ack, sent, gathers=gathers))
         if differing:
             names = differing[0].names
-            scattered = self._plan.reach.best.scattered  # then no buffer has whole tensors
+            scattered = self._members.plan.scattered  # then no buffer has whole tensors
             lying = [] if scattered else self._digests.lying_otherwise(names, self._sources)
             if lying:
                 return [gathered_otherwise(lying, "the bucket of trainer rank 0")]
@@ -182,7 +182,7 @@ class Verifier:
             alike = received == received[: len(names)] * len(acks) and None not in received
             ranks = sum(ack.received_ranks for ack in acks)
             everybody = sum(link.info.tp_size for link in asked)
-            if alike and ranks == everybody > 1 and len(self._plan.receivers) == 1:
+            if alike and ranks == everybody > 1 and len(self._members.plan.receivers) == 1:
                 return [gathered_otherwise(names, f"what all {ranks} engine ranks received alike")]
         return [*unanswered, *differing]
 

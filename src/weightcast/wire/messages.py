@@ -33,7 +33,7 @@ from weightcast.wire.fields import (
     Version,
 )
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
-from weightcast.wire.plans import MAX_BUCKETS, PlanHash, UpdatePlan
+from weightcast.wire.plans import MAX_BUCKETS, PlanHash, UpdateTables
 
 PROTOCOL = 8
 Way = Literal["buckets", "memory", "messages", "reads"]
@@ -78,7 +78,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
     traceparent: TraceParent = ""
-    plan: UpdatePlan | None = None
+    plan: UpdateTables | None = None
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="prepare"):
@@ -99,7 +99,7 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
-    plan: UpdatePlan
+    plan: UpdateTables
     owner: Owner | None = None
     verify: VerifyLevel
     way: Way = "buckets"

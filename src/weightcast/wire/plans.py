@@ -54,7 +54,7 @@ _encoder = msgspec.json.Encoder()
 _tables = msgspec.json.Decoder(Tables)
 
 
-class UpdatePlan:
+class UpdateTables:
     """The tensors of an update and their places in buckets."""
 
     def __init__(
@@ -69,7 +69,7 @@ class UpdatePlan:
         self.bucket_sizes = bucket_sizes
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, UpdatePlan) and self.hash == other.hash)
+        return self is other or (isinstance(other, UpdateTables) and self.hash == other.hash)
 
     def __hash__(self) -> int:
         return hash(self.hash)
@@ -96,12 +96,12 @@ class UpdatePlan:
         return hash_of(self.encoded)
 
     @cached_property
-    def without_sizes(self) -> UpdatePlan:
+    def without_sizes(self) -> UpdateTables:
         """The same plan for a sender that waits for each reply."""
-        return UpdatePlan(self.specs, self.layouts)
+        return UpdateTables(self.specs, self.layouts)
 
 
-def kept_plan(name: str) -> UpdatePlan:
+def kept_plan(name: str) -> UpdateTables:
     """Returns a plan that this process was sent; raises UnknownPlan if it was not, or others have taken its place."""
     plan = _kept.get(name)
     if plan is None:
@@ -109,7 +109,7 @@ def kept_plan(name: str) -> UpdatePlan:
     return plan
 
 
-def take_plan(name: str, encoded: bytes) -> UpdatePlan:
+def take_plan(name: str, encoded: bytes) -> UpdateTables:
     """Decodes, checks and keeps a plan that came in full; WireError if it is malformed or has another hash."""
     if hash_of(encoded) != name:
         raise WireError(f"the plan that came with the message is not {name}")
@@ -121,7 +121,7 @@ def take_plan(name: str, encoded: bytes) -> UpdatePlan:
     return plan
 
 
-_kept: Lru[str, UpdatePlan] = Lru(_KEPT_BYTES)
+_kept: Lru[str, UpdateTables] = Lru(_KEPT_BYTES)
 
 
 def hash_of(encoded: bytes) -> str:
@@ -129,7 +129,7 @@ def hash_of(encoded: bytes) -> str:
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
-def _decoded(encoded: bytes) -> UpdatePlan:
+def _decoded(encoded: bytes) -> UpdateTables:
     tables = _tables.decode(encoded)
     specs = tables.specs
     layouts: list[BucketLayout] = []
@@ -149,6 +149,6 @@ def _decoded(encoded: bytes) -> UpdatePlan:
         layout = BucketLayout(index=index, slots=slots, size_bytes=bucket.size_bytes)
         layout.check()
         layouts.append(layout)
-    plan = UpdatePlan(specs, layouts, tables.bucket_sizes)
+    plan = UpdateTables(specs, layouts, tables.bucket_sizes)
     plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, hash_of(encoded)
     return plan

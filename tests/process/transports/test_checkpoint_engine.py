@@ -22,7 +22,7 @@ import pytest
 from tests.helpers.clock import PATIENCE_S
 from weightcast.comm.shared_buckets import TorchMemory
 from weightcast.errors import ConfigError, TargetLost
-from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
+from weightcast.transports.checkpoint_engine import CheckpointEngineCarrier
 
 zmq = pytest.importorskip("zmq")
 NOBODY = 65534
@@ -89,7 +89,7 @@ def connect_as_nobody(path: str, pipe: Any) -> None:
 
 def test_an_engine_is_served_over_a_socket_that_other_users_cannot_reach(folder: Path) -> None:
     engine = Engine()
-    transport = CheckpointEngineTransport([engine.link], timeout_s=PATIENCE_S)
+    transport = CheckpointEngineCarrier([engine.link], timeout_s=PATIENCE_S)
     [feed] = transport._feeds
     memory = TorchMemory(kind="shm", device="cpu", size_bytes=4, handle=b"/x")
     feed._begin([memory], "bucket 0")
@@ -115,8 +115,8 @@ def test_an_engine_is_served_over_a_socket_that_other_users_cannot_reach(folder:
 def test_the_sockets_of_a_killed_trainer_are_removed(folder: Path) -> None:
     code = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from weightcast.transports.checkpoint_engine import CheckpointEngineTransport\n"
-        "transport = CheckpointEngineTransport([], timeout_s=5)\n"
+        "from weightcast.transports.checkpoint_engine import CheckpointEngineCarrier\n"
+        "transport = CheckpointEngineCarrier([], timeout_s=5)\n"
         "print('up', flush=True); sys.stdin.read()\n"
     )
     with subprocess.Popen(
@@ -124,24 +124,24 @@ def test_the_sockets_of_a_killed_trainer_are_removed(folder: Path) -> None:
     ) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"up\n"
-        CheckpointEngineTransport([], timeout_s=5).close()
+        CheckpointEngineCarrier([], timeout_s=5).close()
         assert len(list(folder.iterdir())) == 1  # its owner lives
         trainer.kill()
-    CheckpointEngineTransport([], timeout_s=5).close()
+    CheckpointEngineCarrier([], timeout_s=5).close()
     assert list(folder.iterdir()) == []
 
 
 def test_a_folder_whose_name_is_too_long_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 100}")
     with pytest.raises(ConfigError, match="too long for sockets") as caught:
-        CheckpointEngineTransport([], timeout_s=5)
+        CheckpointEngineCarrier([], timeout_s=5)
     assert "TMPDIR" in (caught.value.hint or "")
 
 
 def test_a_silent_engine_is_told_from_one_that_cannot_see_the_sockets(folder: Path) -> None:
     engine = Engine()
     engine.link.adapter = SimpleNamespace(handles=lambda addresses: None)
-    transport = CheckpointEngineTransport([engine.link], timeout_s=0.1)
+    transport = CheckpointEngineCarrier([engine.link], timeout_s=0.1)
     [feed] = transport._feeds
     with pytest.raises(TargetLost, match="no answer to bucket 0") as caught:
         feed._begin([TorchMemory(kind="shm", device="cpu", size_bytes=4, handle=b"/x")], "bucket 0")

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from tests.unit.transports.test_disk import SPECS
-from weightcast.transports.disk import DiskTransport
+from weightcast.transports.disk import DiskCarrier
 
 KILLED = """
 import os, sys
 from tests.unit.transports.test_disk import SPECS
-from weightcast.transports.disk import DiskTransport
-transport = DiskTransport([], specs=SPECS, folder=sys.argv[1], timeout_s=5)
+from weightcast.transports.disk import DiskCarrier
+transport = DiskCarrier([], specs=SPECS, folder=sys.argv[1], timeout_s=5)
 transport.connect()
 if sys.argv[2] == "complete":
     transport._left_bytes = 0
@@ -35,9 +35,9 @@ def test_only_folders_of_killed_trainers_are_deleted(tmp_path, how_far):
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"up\n"
         [left] = set(tmp_path.iterdir()) - others
-        DiskTransport([], specs=SPECS, folder=str(tmp_path), timeout_s=5).close()
+        DiskCarrier([], specs=SPECS, folder=str(tmp_path), timeout_s=5).close()
         assert (left / "model.safetensors").exists()  # its owner lives
         trainer.kill()
     assert left.exists()
-    DiskTransport([], specs=SPECS, folder=str(tmp_path), timeout_s=5).close()
+    DiskCarrier([], specs=SPECS, folder=str(tmp_path), timeout_s=5).close()
     assert set(tmp_path.iterdir()) == others

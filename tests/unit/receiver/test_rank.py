@@ -22,7 +22,7 @@ from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHan
 from weightcast.wire.held import NOTHING_HELD
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Announce, Join, Leave, Owner, Prepare, Readback
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 OLD, NEW = weights_of(1), weights_of(2)
 
@@ -456,7 +456,7 @@ def preparation(sender: Sender, **changes) -> Prepare:
     """Tells of an update whose buckets will all lie in the sender's buffer."""
     sources = (IpcSource(handles=(sender.buffer.handle(),)),) * len(sender.layouts)
     settings = {"owner": sender.open.owner, "sources": sources} | changes
-    return Prepare(plan=UpdatePlan(sender.open.specs, sender.layouts), verify="resident", **settings)
+    return Prepare(plan=UpdateTables(sender.open.specs, sender.layouts), verify="resident", **settings)
 
 
 def test_memory_of_the_first_update_is_mapped_before_it(receiver, model):

@@ -60,7 +60,7 @@ def test_every_rank_is_in_one_chain_which_begins_at_the_trainer(wanted: list[byt
 def test_trainer_ranks_send_to_the_first_of_each_chain():
     wanted = [encode_wanted({"w": (WantedBox((row, 0), (2, 8)),)}) for row in (0, 2, 0, 2, 0)]
     post = Post(2, wanted)
-    end = Exchange(rank=0, num_trainers=2, device=CPU, timeout_s=1.0, relays=True)
+    end = Exchange(rank=0, num_trainers=2, device=CPU, timeout_s=1.0, chains=True)
     assert end.use({invited(post.world_size): cast(UpdateGroup, post)}) == {}
     assert sorted(end._cells["g"].kinds) == [2, 3]
 

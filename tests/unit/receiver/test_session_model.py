@@ -24,7 +24,7 @@ from weightcast.receiver.staging import Place
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import Packing, plan_buckets
 from weightcast.wire.messages import Abort, Leave, Message, Owner, Prepare, Readback, Revert
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 BUCKET_BYTES = 1000
 
@@ -210,7 +210,7 @@ class Sessions(RuleBasedStateMachine):
     def prepare(self, verify: VerifyLevel, bucket_bytes: int) -> None:
         # Anybody may between two updates, and nothing changes.  A rank that died may still have its session.
         specs = tuple(specs_of(weights_of(0)))
-        plan = UpdatePlan(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()))
+        plan = UpdateTables(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()))
         before = self.bench.engine.info()
         ack = self.bench.engine.apply(Prepare(plan=plan, verify=verify))
         assert not ack.ok or self.current() is None

@@ -12,7 +12,7 @@ from tests.helpers.sessions import Sender
 from weightcast.wire.answers import Ack
 from weightcast.wire.layout import Packing, plan_buckets
 from weightcast.wire.messages import Prepare, Revert
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 
 @pytest.fixture(params=["device", "host"])
@@ -66,7 +66,7 @@ def test_after_a_revert_the_engine_may_sleep_and_prepare(staged):
     sender, _ = committed(staged, 2)
     staged.tell(Revert(session=sender.session))
     specs = sender.open.specs
-    plan = UpdatePlan(specs, plan_buckets(specs, bucket_bytes=4096, packing=Packing()))
+    plan = UpdateTables(specs, plan_buckets(specs, bucket_bytes=4096, packing=Packing()))
     staged.tell(Prepare(plan=plan, verify="resident"))
     for receiver in staged.ranks.receivers:
         receiver.sleep()

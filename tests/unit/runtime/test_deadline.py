@@ -19,7 +19,7 @@ from weightcast.errors import DeadlineExceeded, TargetLost
 from weightcast.runtime import deadline as module
 from weightcast.runtime.deadline import Deadline
 from weightcast.transports import link as link_module
-from weightcast.transports.ipc import IpcTransport
+from weightcast.transports.ipc import MemoryCarrier
 from weightcast.transports.link import Link, margin_s
 from weightcast.wire.answers import Ack
 
@@ -139,7 +139,7 @@ def deadlines(monkeypatch: pytest.MonkeyPatch) -> dict[int, Deadline]:
 
 
 @pytest.fixture
-def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
+def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, MemoryCarrier, Link]]:
     """Both buckets have been told to the engine."""
     engine = Engine()
     serving = threading.Thread(target=engine.serve_forever, daemon=True)
@@ -148,7 +148,7 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     adapter: Any = Adapter()
     target = Target(f"http://127.0.0.1:{engine.server_port}")
     link = Link(client=Client(target, timeout_s=PATIENCE_S), adapter=adapter, info=info)
-    transport = IpcTransport([link], timeout_s=TIMEOUT_S)
+    transport = MemoryCarrier([link], timeout_s=TIMEOUT_S)
     for index in range(2):
         bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=index))
         pump = transport._pump  # whose ``put`` would wait for the first bucket before it returns for the second
@@ -164,7 +164,7 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
 
 
 def test_deadline_of_a_bucket_counts_from_the_answer_to_the_bucket_before(
-    deadlines: dict[int, Deadline], two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
+    deadlines: dict[int, Deadline], two_in_flight: tuple[Engine, MemoryCarrier, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
     for index, answer in enumerate(engine.answers):
@@ -178,7 +178,7 @@ def test_deadline_of_a_bucket_counts_from_the_answer_to_the_bucket_before(
 
 
 def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
-    two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
+    two_in_flight: tuple[Engine, MemoryCarrier, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
     clock.move(0.9 * LIMIT_S)
@@ -191,7 +191,7 @@ def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
 
 
 def test_silent_engine_costs_one_deadline_and_not_one_for_each_bucket(
-    deadlines: dict[int, Deadline], two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
+    deadlines: dict[int, Deadline], two_in_flight: tuple[Engine, MemoryCarrier, Link], clock: Clock
 ) -> None:
     _, transport, link = two_in_flight
     sending = list(transport._pump._sending)

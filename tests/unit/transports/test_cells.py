@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,14 +15,14 @@ from typer.testing import CliRunner
 
 from tests.helpers.clock import PATIENCE_S
 from tests.unit.cli.test_plan import SPECS
-from tests.unit.transports.test_direct_ways import engine, placement
+from tests.unit.transports.test_direct_ways import engine, topology
 from tests.unit.update.test_exchange import Post, invited
 from weightcast.cli.app import app
 from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.transports.cells import cells_of, divide, most_ranks
+from weightcast.transports.cells import Member, cells_of, divide
 from weightcast.transports.preflight import choose_transport
 from weightcast.update.estimate import make_plan
 from weightcast.update.exchange import Exchange
@@ -62,12 +61,9 @@ def test_a_cell_has_an_engine_rank_or_more() -> None:
 def test_a_fleet_is_divided_where_that_costs_no_bytes(options: dict[str, Any], cells: list[int]) -> None:
     """Messages go to one engine rank alone; a broadcast, and the first of a chain, carry everything once more."""
     config = UpdateConfig(**options)
-    place = placement(["cpu"], *[engine("cpu", host="another")] * 128, primitive=config.direct_by)
+    place = topology(["cpu"], *[engine("cpu", host="another")] * 128, variant=config.direct_by)
     spec = choose_transport(config.transport, place)
-    links: Any = [
-        SimpleNamespace(url=url, adapter=SimpleNamespace(meeting="weightcast"), members=(0,)) for url in place.infos
-    ]
-    found = cells_of(links, lambda _: spec, lambda spec: most_ranks(spec, config.cell_ranks))
+    found = cells_of([(spec, [Member(url, "weightcast", 1) for url in place.infos])], config.cell_ranks)
     assert [len(cell) for cell in found] == cells
 
 

@@ -23,6 +23,7 @@ from weightcast.protocols import Invitation
 from weightcast.transports import blame as blame_module
 from weightcast.transports import channel as channel_module
 from weightcast.transports.channel import Channel
+from weightcast.transports.plan import TargetPlan
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import GROUP_FAILED
 from weightcast.wire.engine_info import EngineInfo, RankInfo
@@ -142,7 +143,7 @@ class Answering:
         self.url = url
         self.session = "s"
         self.info = engine_info(1)
-        self.near, self.reads, self.members = (), (), (0,)
+        self.plan, self.members = TargetPlan(), (0,)
         self.events = Events()
         self.adapter = SimpleNamespace(
             bucket=lambda session, layout, **_: layout.index, leave=lambda group: None, meeting="weightcast"
@@ -240,7 +241,7 @@ class Member:
         self.session = ""
         self.group_rank = 0
         self.info = engine_info(tp)
-        self.near, self.reads, self.members = (), (), tuple(range(tp))
+        self.plan, self.members = TargetPlan(), tuple(range(tp))
         self.adapter = SimpleNamespace(join=lambda invitation: invitation, leave=lambda group: None)
         self._stray, self._told, self._after, self._gives_up = stray, dict(told), after, gives_up
         self.refused = threading.Event()

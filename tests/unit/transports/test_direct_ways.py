@@ -19,7 +19,7 @@ from weightcast.comm.ipc import host_id
 from weightcast.config import UpdateConfig
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.transports.preflight import check_scattered, choose_receivers, choose_transport
-from weightcast.transports.spec import Placement
+from weightcast.transports.topology import Topology
 from weightcast.update import diagnose
 from weightcast.update.diagnose import Check
 from weightcast.wire.engine_info import RankInfo
@@ -42,52 +42,52 @@ def engine(
     )
 
 
-def placement(trainers: list[str], *engines: Any, **more: Any) -> Placement:
+def topology(trainers: list[str], *engines: Any, **more: Any) -> Topology:
     device = torch.device("cpu" if trainers[0] == "cpu" else "cuda:0")
     infos = {f"http://e{number}": info for number, info in enumerate(engines)}
-    return Placement(infos=infos, device=device, places=trainers, **more)
+    return Topology(infos=infos, device=device, places=trainers, **more)
 
 
 @pytest.mark.parametrize(
     ("place", "way"),
     [
-        (placement(["cpu"], engine("cpu")), "memory"),
-        (placement(["cpu"], engine("cpu"), keep_mapped=True), "shards"),
-        (placement(["cpu", "cpu"], engine("cpu", "cpu"), engine("cpu", host="another")), "mixed"),
-        (placement(["cpu"], engine("cpu", host="another")), "messages"),
-        (placement(["cpu"], engine("cpu"), engine("cpu", host="b"), unmapped={"http://e0"}), "messages"),
-        (placement(["cpu"], engine("cpu"), engine("cpu"), unmapped={"http://e0"}), "mixed"),
-        (placement(["GPU-1"], engine("GPU-2"), engine("GPU-3", host="another")), "messages"),
-        (placement(["GPU-1"], engine("GPU-1"), engine("GPU-3", host="another"), primitive="mixed"), "mixed"),
-        (placement(["GPU-1"], engine("GPU-1")), "memory"),
-        (placement(["GPU-1"], engine("GPU-1"), keep_mapped=True), "shards"),
-        (placement(["GPU-1"], engine("GPU-2", host="another")), "messages"),
-        (placement(["cpu"], engine("cpu"), primitive="messages"), "messages"),
-        (placement(["cpu"], engine("cpu"), primitive="memory", keep_mapped=True), "memory"),
+        (topology(["cpu"], engine("cpu")), "memory"),
+        (topology(["cpu"], engine("cpu"), keep_mapped=True), "shards"),
+        (topology(["cpu", "cpu"], engine("cpu", "cpu"), engine("cpu", host="another")), "mixed"),
+        (topology(["cpu"], engine("cpu", host="another")), "messages"),
+        (topology(["cpu"], engine("cpu"), engine("cpu", host="b"), unmapped={"http://e0"}), "messages"),
+        (topology(["cpu"], engine("cpu"), engine("cpu"), unmapped={"http://e0"}), "mixed"),
+        (topology(["GPU-1"], engine("GPU-2"), engine("GPU-3", host="another")), "messages"),
+        (topology(["GPU-1"], engine("GPU-1"), engine("GPU-3", host="another"), variant="mixed"), "mixed"),
+        (topology(["GPU-1"], engine("GPU-1")), "memory"),
+        (topology(["GPU-1"], engine("GPU-1"), keep_mapped=True), "shards"),
+        (topology(["GPU-1"], engine("GPU-2", host="another")), "messages"),
+        (topology(["cpu"], engine("cpu"), variant="messages"), "messages"),
+        (topology(["cpu"], engine("cpu"), variant="memory", keep_mapped=True), "memory"),
     ],
 )
-def test_the_first_way_that_reaches_every_engine_is_taken(place: Placement, way: str) -> None:
+def test_the_first_way_that_reaches_every_engine_is_taken(place: Topology, way: str) -> None:
     spec = choose_transport("direct", place)
-    assert (spec.name, spec.primitive) == ("direct", way)
+    assert (spec.name, spec.variant) == ("direct", way)
     assert choose_receivers(spec, place) == tuple(range(len(place.places)))
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (placement(["cpu"], engine("cpu", host="another"), primitive="memory"), "runs on another host"),
-        (placement(["cpu"], engine("cpu", host="another"), primitive="shards", keep_mapped=True), "another host"),
-        (placement(["cpu"], engine("GPU-1"), primitive="memory"), "cannot map the memory of the trainer's cpu"),
-        (placement(["GPU-1"], engine("cuda"), primitive="memory"), "they run on cuda"),
-        (placement(["GPU-1", "GPU-2"], engine("GPU-2"), primitive="messages"), "share GPU GPU-2, and NCCL needs"),
-        (placement(["GPU-1", "GPU-2"], engine("GPU-2"), hosts=("a", "b"), primitive="mixed"), "share GPU GPU-2"),
-        (placement(["cpu"], engine("GPU-1"), primitive="mixed"), "needs trainer and engines on the same type"),
-        (placement(["cpu"], engine("GPU-1"), primitive="messages"), "needs trainer and engines on the same type"),
-        (placement(["cpu"], engine("cpu", transports=("ipc",))), "takes no update by direct, only by ipc"),
-        (placement(["cpu"], engine("cpu", transports=())), "takes no update as it was started"),
+        (topology(["cpu"], engine("cpu", host="another"), variant="memory"), "runs on another host"),
+        (topology(["cpu"], engine("cpu", host="another"), variant="shards", keep_mapped=True), "another host"),
+        (topology(["cpu"], engine("GPU-1"), variant="memory"), "cannot map the memory of the trainer's cpu"),
+        (topology(["GPU-1"], engine("cuda"), variant="memory"), "they run on cuda"),
+        (topology(["GPU-1", "GPU-2"], engine("GPU-2"), variant="messages"), "share GPU GPU-2, and NCCL needs"),
+        (topology(["GPU-1", "GPU-2"], engine("GPU-2"), hosts=("a", "b"), variant="mixed"), "share GPU GPU-2"),
+        (topology(["cpu"], engine("GPU-1"), variant="mixed"), "needs trainer and engines on the same type"),
+        (topology(["cpu"], engine("GPU-1"), variant="messages"), "needs trainer and engines on the same type"),
+        (topology(["cpu"], engine("cpu", transports=("ipc",))), "takes no update by direct, only by ipc"),
+        (topology(["cpu"], engine("cpu", transports=())), "takes no update as it was started"),
     ],
 )
-def test_a_way_that_does_not_reach_an_engine_is_refused_by_name(place: Placement, words: str) -> None:
+def test_a_way_that_does_not_reach_an_engine_is_refused_by_name(place: Topology, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_transport("direct", place)
 
@@ -95,17 +95,17 @@ def test_a_way_that_does_not_reach_an_engine_is_refused_by_name(place: Placement
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (placement(["GPU-1"], engine("GPU-1"), keep_mapped=True), "direct"),
-        (placement(["cpu", "cpu"], engine("cpu"), keep_mapped=True), "direct"),
-        (placement(["GPU-1", "GPU-2"], engine("GPU-1"), keep_mapped=True), "direct"),
-        (placement(["GPU-1", "GPU-2"], engine("GPU-1", "GPU-2"), keep_mapped=True), "direct"),
-        (placement(["GPU-1"], engine("GPU-1")), "ipc"),
-        (placement(["GPU-1"], engine("GPU-1", transports=("ipc", "broadcast")), keep_mapped=True), "ipc"),
-        (placement(["GPU-1"], engine("GPU-2", host="another"), keep_mapped=True), "broadcast"),
+        (topology(["GPU-1"], engine("GPU-1"), keep_mapped=True), "direct"),
+        (topology(["cpu", "cpu"], engine("cpu"), keep_mapped=True), "direct"),
+        (topology(["GPU-1", "GPU-2"], engine("GPU-1"), keep_mapped=True), "direct"),
+        (topology(["GPU-1", "GPU-2"], engine("GPU-1", "GPU-2"), keep_mapped=True), "direct"),
+        (topology(["GPU-1"], engine("GPU-1")), "ipc"),
+        (topology(["GPU-1"], engine("GPU-1", transports=("ipc", "broadcast")), keep_mapped=True), "ipc"),
+        (topology(["GPU-1"], engine("GPU-2", host="another"), keep_mapped=True), "broadcast"),
     ],
 )
 def test_auto_takes_direct_where_the_weights_stay_mapped_and_every_engine_can_read_them(
-    place: Placement, name: str
+    place: Topology, name: str
 ) -> None:
     assert choose_transport("auto", place).name == name
 
@@ -113,8 +113,8 @@ def test_auto_takes_direct_where_the_weights_stay_mapped_and_every_engine_can_re
 def test_auto_does_not_read_shards_on_gpus_of_several_hosts() -> None:
     engines = engine("GPU-1", host="a"), engine("GPU-2", host="b")
     more: dict[str, Any] = {"hosts": ("a", "b"), "whole_on": lambda: ("a", "b"), "keep_mapped": True}
-    assert choose_transport("auto", placement(["GPU-1", "GPU-2"], *engines, **more)).name == "ipc"
-    assert choose_transport("auto", placement(["cpu", "cpu"], *map(on_cpu, engines), **more)).name == "direct"
+    assert choose_transport("auto", topology(["GPU-1", "GPU-2"], *engines, **more)).name == "ipc"
+    assert choose_transport("auto", topology(["cpu", "cpu"], *map(on_cpu, engines), **more)).name == "direct"
 
 
 def on_cpu(info: Any) -> Any:
@@ -122,7 +122,7 @@ def on_cpu(info: Any) -> Any:
 
 
 def test_auto_passes_over_a_transport_that_is_left_out() -> None:
-    place = placement(["GPU-1"], engine("GPU-1"), keep_mapped=True)
+    place = topology(["GPU-1"], engine("GPU-1"), keep_mapped=True)
     assert choose_transport("auto", place, without=("direct",)).name == "ipc"
 
 
@@ -131,9 +131,9 @@ def test_reading_shards_needs_a_promise_that_they_stay() -> None:
         UpdateConfig(direct_by="shards")
 
 
-def on_two_hosts(*engines: Any, whole: tuple[str, ...] = (), **more: Any) -> Placement:
+def on_two_hosts(*engines: Any, whole: tuple[str, ...] = (), **more: Any) -> Topology:
     """Two trainer ranks on each of two hosts; all weights lie on each of ``whole``."""
-    return placement(["cpu"] * 4, *engines, hosts=("a", "a", "b", "b"), whole_on=lambda: whole, **more)
+    return topology(["cpu"] * 4, *engines, hosts=("a", "a", "b", "b"), whole_on=lambda: whole, **more)
 
 
 @pytest.mark.parametrize(
@@ -146,18 +146,18 @@ def on_two_hosts(*engines: Any, whole: tuple[str, ...] = (), **more: Any) -> Pla
         (on_two_hosts(engine("cpu", host="c"), whole=("a", "b")), "messages"),
     ],
 )
-def test_memory_is_read_on_hosts_with_a_whole_replica(place: Placement, way: str) -> None:
-    assert choose_transport("direct", place).primitive == way
+def test_memory_is_read_on_hosts_with_a_whole_replica(place: Topology, way: str) -> None:
+    assert choose_transport("direct", place).variant == way
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (on_two_hosts(engine("cpu", host="b"), whole=("a",), primitive="memory"), "do not hold all weights together"),
-        (on_two_hosts(engine("cpu", host="c"), whole=("a",), primitive="memory"), "needs a trainer rank on the engine"),
+        (on_two_hosts(engine("cpu", host="b"), whole=("a",), variant="memory"), "do not hold all weights together"),
+        (on_two_hosts(engine("cpu", host="c"), whole=("a",), variant="memory"), "needs a trainer rank on the engine"),
     ],
 )
-def test_a_host_without_a_whole_replica_is_refused_by_name(place: Placement, words: str) -> None:
+def test_a_host_without_a_whole_replica_is_refused_by_name(place: Topology, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_transport("direct", place)
 
@@ -174,7 +174,7 @@ def test_one_rank_on_each_host_with_engines_fills_buckets_beside_the_head(hosts,
 def test_ranks_that_share_gpus_with_engines_fill_buckets_on_these_hosts_alone() -> None:
     gpus = ["G0", "G1", "G2", "G3", "G4", "G5"]
     hosts = ("a", "a", "b", "b", "c", "c")
-    place = placement(gpus, engine("G2", "G3", host="b"), engine("G4", host="c"), hosts=hosts)
+    place = topology(gpus, engine("G2", "G3", host="b"), engine("G4", host="c"), hosts=hosts)
     assert choose_receivers(choose_transport("ipc", place), place) == (0, 2, 3, 4)
 
 
@@ -193,27 +193,27 @@ def nixl_here(monkeypatch):
 @pytest.mark.parametrize("trainer", ["cpu", "GPU-1"])
 @pytest.mark.parametrize("found", ["cpu", "GPU-1", "GPU-2", "cuda"])
 def test_rdma_reaches_engines_of_any_host_and_device_that_have_nixl(nixl_here, trainer: str, found: str) -> None:
-    place = placement([trainer] * 2, engine(found, found, remote=True, host="another"))
+    place = topology([trainer] * 2, engine(found, found, remote=True, host="another"))
     spec = choose_transport("rdma", place)
-    assert (spec.name, spec.primitive, spec.scattered, spec.shares_memory) == ("rdma", "rdma", True, True)
+    assert (spec.name, spec.variant, spec.gathers, spec.reads_memory) == ("rdma", "", False, True)
     assert choose_receivers(spec, place) == (0, 1)
 
 
 def test_auto_never_takes_rdma(nixl_here) -> None:
-    place = placement(["cpu"], engine("cpu", remote=True, host="another"))
-    assert choose_transport("direct", place).primitive == "messages"
+    place = topology(["cpu"], engine("cpu", remote=True, host="another"))
+    assert choose_transport("direct", place).variant == "messages"
     assert choose_transport("auto", place).name == "broadcast"
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (placement(["cpu"], engine("cpu")), "http://e0 .* NIXL is not installed in the engine"),
-        (placement(["GPU-1"], engine("GPU-2")), "http://e0 .* NIXL is not installed in the engine"),
-        (placement(["cpu"], engine("cpu", transports=("ipc",), remote=True)), "takes no update by rdma, only by ipc"),
+        (topology(["cpu"], engine("cpu")), "http://e0 .* NIXL is not installed in the engine"),
+        (topology(["GPU-1"], engine("GPU-2")), "http://e0 .* NIXL is not installed in the engine"),
+        (topology(["cpu"], engine("cpu", transports=("ipc",), remote=True)), "takes no update by rdma, only by ipc"),
     ],
 )
-def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Placement, words: str) -> None:
+def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Topology, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_transport("rdma", place)
 
@@ -231,7 +231,7 @@ def test_a_folder_has_no_shards_to_send_and_the_hint_is_for_push_too(tmp_path: P
 def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="NIXL is not installed in this process"):
-        choose_transport("rdma", placement(["cpu"], engine("cpu", remote=True)))
+        choose_transport("rdma", topology(["cpu"], engine("cpu", remote=True)))
 
 
 @pytest.mark.parametrize(

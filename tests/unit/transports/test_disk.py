@@ -15,7 +15,7 @@ import torch
 from weightcast.comm.ipc import host_id
 from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
 from weightcast.errors import ConfigError
-from weightcast.transports.disk import DiskTransport
+from weightcast.transports.disk import DiskCarrier
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 
@@ -32,7 +32,7 @@ def test_full_disk_leaves_no_folder(monkeypatch, tmp_path):
         begun.append(path)
         return whole(Path("/dev/full"), mode)
 
-    transport = DiskTransport([], specs=SPECS, folder=str(tmp_path), timeout_s=5)
+    transport = DiskCarrier([], specs=SPECS, folder=str(tmp_path), timeout_s=5)
     try:
         monkeypatch.setattr(Path, "open", full)
         with pytest.raises(ConfigError, match="No space left"):
@@ -70,7 +70,7 @@ def mode(path: Path) -> int:
 def test_only_the_chosen_users_can_read_the_weights(tmp_path, readers, folder_mode, file_mode, umask):
     before = os.umask(umask)
     try:
-        transport = DiskTransport([], specs=SPECS, folder=str(tmp_path), timeout_s=5, readers=readers)
+        transport = DiskCarrier([], specs=SPECS, folder=str(tmp_path), timeout_s=5, readers=readers)
         transport.connect()
     finally:
         os.umask(before)
@@ -114,7 +114,7 @@ def test_bucket_is_written_after_the_callers_stream_has_filled_it(monkeypatch, t
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
-    transport = DiskTransport([], specs=SPECS[:100], folder=str(tmp_path), timeout_s=5)
+    transport = DiskCarrier([], specs=SPECS[:100], folder=str(tmp_path), timeout_s=5)
     transport.connect()
     on_gpu: Any = SimpleNamespace(layout=bucket.layout, data=OnGpu())
     transport.send(on_gpu, ())

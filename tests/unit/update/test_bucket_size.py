@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.roster import Roster
+from tests.helpers.roster import members_of
 from tests.unit.update.test_mixed_choice import engine
-from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError
+from weightcast.config import UpdateConfig
+from weightcast.errors import ConfigError, TargetRejected
 from weightcast.exporters.memory_estimate import WORK_BYTES, default_bucket_bytes, peak_bytes
 from weightcast.update import diagnose
-from weightcast.update.choose import Plan
+from weightcast.update.members import Members
 from weightcast.update.messages import Place, least_free_bytes
+from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets, total_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -99,12 +100,9 @@ def test_a_bucket_holds_the_largest_tensor_that_may_not_be_cut(large):
 # -- connect
 
 
-def plan_of(infos: Any, places: list[str], specs: Any, *, free_bytes: int = 0, **options: Any) -> Plan:
+def plan_of(infos: Any, places: list[str], specs: Any, **options: Any) -> Members:
     device = torch.device("cpu" if places[0] == "cpu" else "cuda:0")
-    exporter: Any = Exporter(device)
-    roster: Any = Roster(infos)
-    config = UpdateConfig(**options)
-    return Plan([Target(url) for url in infos], roster, config, exporter, specs, places, free_bytes=free_bytes)
+    return members_of(infos, places, specs=specs, exporter=Exporter(device), **options)
 
 
 class Exporter:
@@ -162,7 +160,8 @@ def test_a_limit_of_extra_memory_bounds_it_and_an_explicit_size_is_kept():
 def test_a_transport_that_gives_way_takes_its_size_along():
     plan = plan_of({HERE: fitting("GPU-1")}, ["GPU-0"], LARGE, max_extra_bytes=8 * GIB)
     assert plan.choose().bucket_bytes == 2 * GIB
-    plan.reach._left[HERE] = {"ipc"}
+    refused = TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED)
+    assert plan.give_way({HERE: refused}, if_all=True)
     assert plan.choose_again().bucket_bytes == 512 * MIB
 
 

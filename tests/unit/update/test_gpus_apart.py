@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from tests.helpers.roster import SPECS, Roster, info
+from tests.helpers.roster import info, members_of
 from weightcast.comm import nccl
 from weightcast.comm.ipc import host_id
-from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError
 from weightcast.transports.preflight import choose_transport
-from weightcast.transports.spec import Placement
+from weightcast.transports.topology import Topology
 from weightcast.update import diagnose
-from weightcast.update.choose import Plan
+from weightcast.update.members import Members
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.nccl_settings import NcclSettings
 
@@ -56,12 +54,8 @@ def plan_of(
     places: list[str],
     nccl: NcclSettings | list[NcclSettings] | None = None,
     **options: Any,
-) -> Plan:
-    exporter: Any = SimpleNamespace(device=torch.device("cpu" if places[0] == "cpu" else "cuda:0"))
-    roster: Any = Roster(infos)
-    ours = nccl if isinstance(nccl, list) else [nccl] * len(places)
-    targets = [Target(url) for url in infos]
-    return Plan(targets, roster, UpdateConfig(**options), exporter, SPECS, places, nccl=ours)
+) -> Members:
+    return members_of(infos, places, nccl=nccl if isinstance(nccl, list) else [nccl] * len(places), **options)
 
 
 # -- GPUs that the other process does not see
@@ -90,7 +84,7 @@ def test_each_engine_gets_the_transport_that_its_own_gpus_permit():
     infos = {URL: engine(ENGINE, visible=(ENGINE,)), OTHER: engine("GPU-2", visible=(TRAINER, "GPU-2"))}
     plan = plan_of(infos, [TRAINER])
     assert plan.choose().transport == "ipc+broadcast"
-    assert [plan.reach.of(url).name for url in infos] == ["broadcast", "ipc"]
+    assert [plan.links[url].plan.transport for url in infos] == ["broadcast", "ipc"]
 
 
 def test_a_colocated_engine_reads_the_buffer_of_the_rank_on_each_of_its_gpus():
@@ -184,7 +178,7 @@ def test_settings_of_nccl_do_not_matter_to_an_engine_that_is_reached_without_it(
 def test_direct_by_messages_is_refused_for_the_same_settings():
     info = engine(ENGINE, nccl=settings(**BY_SGLANG), host="another")
     device = torch.device("cuda:0")
-    place = Placement(infos={URL: info}, device=device, places=[TRAINER], nccl=[settings()], primitive="messages")
+    place = Topology(infos={URL: info}, device=device, places=[TRAINER], nccl=[settings()], variant="messages")
     with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE is not set in trainer rank 0"):
         choose_transport("direct", place)
 
@@ -205,8 +199,7 @@ def test_settings_are_read_where_nccl_runs(monkeypatch):
 
 def sendable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets an exporter without weights pass for one whose shards can be sent."""
-    for name in ("reach", "choose"):
-        monkeypatch.setattr(f"weightcast.update.{name}.check_scattered", lambda *_: None)
+    monkeypatch.setattr("weightcast.update.choose.check_scattered", lambda *_: None)
 
 
 @pytest.mark.parametrize("way", ["auto", "messages", "relay"])

@@ -16,25 +16,27 @@ from weightcast.adapters.registry import adapter_for
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError, TargetRejected
+from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome
+from weightcast.transports.plan import TargetPlan
 from weightcast.transports.preflight import check_places
 from weightcast.transports.registry import spec_of
-from weightcast.transports.spec import Placement
+from weightcast.transports.topology import Topology
+from weightcast.update.choose import Planner
 from weightcast.update.head import Head
 from weightcast.update.sessions import open_message
 from weightcast.wire.answers import Ack
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 
 @pytest.mark.parametrize(("kinds", "told"), [(("native",), (32, 16)), (("native", "vllm"), ()), (("sglang",), ())])
 def test_open_has_bucket_sizes_only_if_two_buckets_may_be_in_flight(kinds, told):
     links: Any = [SimpleNamespace(adapter=adapter_for(info(kind)), pause=None) for kind in kinds]
-    plan = UpdatePlan(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), (32, 16))
+    plan = UpdateTables(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), (32, 16))
     message = open_message(UpdateConfig(), links, 1, plan)
     assert message.bucket_sizes == told
     assert decode(encode(message)) == message
@@ -45,7 +47,9 @@ URL = "http://e"
 
 def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
     exporter: Any = SimpleNamespace(device=torch.device("cpu"))
-    head = Head([Target(url) for url in infos], Roster(infos), UpdateConfig(**options), exporter, SPECS, ["cpu"])
+    planner = Planner(config=UpdateConfig(**options), exporter=exporter, specs=SPECS, places=("cpu",))
+    roster: Any = Roster(infos)
+    head = Head([Target(url) for url in infos], roster, planner)
     head.begin(1)
     return head
 
@@ -54,9 +58,9 @@ def scored(
     head: Any, theirs: list[float] | Exception, mine: list[float], monkeypatch: pytest.MonkeyPatch, why_not: str = ""
 ) -> Any:
     """Returns the head's result for an engine that has switched and proved its weights."""
-    link = Link(client=head._roster.client(URL), adapter=adapter_for(info("native")), info=info("native"))
+    plan, described = TargetPlan(url=URL, transport="broadcast"), info("native")
+    link = Link(client=head._roster.client(URL), adapter=adapter_for(described), info=described, plan=plan)
     head.sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
-    head._plan.reach._best = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
     monkeypatch.setattr("weightcast.update.verify.converse_on_loop", AsyncMock(side_effect=[theirs]))
@@ -117,8 +121,10 @@ def test_engine_that_was_away_at_connect_is_checked_when_it_returns():
     away = info("native")
     away = msgspec.structs.replace(away, specs=(TensorSpec(name="other", dtype="float32", shape=(8,)),))
     head = head_of({URL: info("native"), "http://late": away}, on_failure="quarantine", transport="broadcast")
-    head._plan.reach._best = spec_of("broadcast")
-    links = head._make_links(head._roster.infos)
+    late = head._roster.infos.pop("http://late")
+    head._roster.infos["http://late"] = TargetUnreachable("not yet", url="http://late")
+    head.choose()
+    links = head._make_links({URL: head._roster.infos[URL], "http://late": late})
     assert [link.url for link in links] == [URL]
     assert "missing other" in str(head._outcomes["http://late"].failed)
 
@@ -132,11 +138,11 @@ def sglang(tp_size: int, instance: str) -> EngineInfo:
 
 def test_engine_that_restarted_with_more_ranks_gets_a_new_adapter():
     head = head_of({URL: sglang(2, "a")}, transport="ipc")
-    before = head._plan.link(URL, sglang(2, "a"))
+    before = head._members.link(URL, sglang(2, "a"))
     before.adapter._has_sessions = False
     before.mixed = True
-    assert head._plan.link(URL, sglang(2, "a")) is before
-    after = head._plan.link(URL, sglang(4, "b"))
+    assert head._members.link(URL, sglang(2, "a")) is before
+    after = head._members.link(URL, sglang(4, "b"))
     assert (after is before, after.mixed, after.adapter._has_sessions) == (False, False, None)
     memory = tuple(TorchMemory(kind="shm", device="cpu", size_bytes=1, handle=b"x") for _ in range(4))
     assert len(after.adapter._memory_of_ranks([Shared(torch=memory)])) == 4
@@ -144,17 +150,17 @@ def test_engine_that_restarted_with_more_ranks_gets_a_new_adapter():
 
 def test_changed_description_renews_the_adapter_and_keeps_it():
     head = head_of({URL: sglang(2, "a")}, transport="ipc")
-    link = head._plan.link(URL, sglang(2, "a"))
+    link = head._members.link(URL, sglang(2, "a"))
     link.mixed = True
-    assert head._plan.link(URL, msgspec.structs.replace(sglang(2, "a"), version=7)) is link
+    assert head._members.link(URL, msgspec.structs.replace(sglang(2, "a"), version=7)) is link
     assert (link.mixed, link.adapter._ack().version) == (True, 7)
 
 
 def test_engine_that_restarted_with_the_same_ranks_needs_no_retarget():
     head = head_of({URL: sglang(2, "a")}, transport="ipc")
-    assert head.choose().opens == 2
+    assert head.choose().plan.opens == 2
     links = head._make_links({URL: sglang(2, "b")})
-    assert [len(range(8)[link.opens]) for link in links] == [2]
+    assert [link.plan.opens for link in links] == [(0, 2)]
     with pytest.raises(ConfigError, match="another engine than the buckets were planned for"):
         head._make_links({URL: sglang(4, "c")})
 
@@ -163,7 +169,7 @@ def test_a_pause_that_an_engine_cannot_keep_is_refused_before_anything_moves():
     refusing = msgspec.structs.replace(sglang(1, "a"), no_pause={"retract": "a reason; do this instead"})
     with pytest.raises(ConfigError, match="pause='retract': a reason; do this instead"):
         head_of({URL: refusing}, pause="retract", transport="broadcast").choose()
-    assert head_of({URL: refusing}, pause="abort", transport="broadcast").choose().transport == "broadcast"
+    assert head_of({URL: refusing}, pause="abort", transport="broadcast").choose().plan.transport == "broadcast"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def test_engines_that_do_not_report_their_gpus_are_colocated_only_if_the_order_i
         for number, size in enumerate(sizes)
     }
     device = torch.device("cuda")
-    placement = Placement(infos=engines, device=device, places=places)
+    placement = Topology(infos=engines, device=device, places=places)
     if fine:
         check_places(spec_of("ipc"), placement)
     else:
@@ -202,4 +208,4 @@ def test_engines_that_do_not_report_their_gpus_are_colocated_only_if_the_order_i
         )
         for url, engine in engines.items()
     }
-    check_places(spec_of("ipc"), Placement(infos=told, device=device, places=places))
+    check_places(spec_of("ipc"), Topology(infos=told, device=device, places=places))

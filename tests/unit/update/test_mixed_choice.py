@@ -7,16 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from tests.helpers.roster import SPECS, Roster, info
+from tests.helpers.roster import info, members_of
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
-from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, TargetsFailed, VerificationFailed
 from weightcast.transports.blame import engine_of
-from weightcast.transports.mixed import MixedTransport
-from weightcast.update.choose import Plan
+from weightcast.transports.carriers import Carriers
+from weightcast.update.members import Members
 from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 
@@ -34,36 +32,33 @@ def engine(*devices: str, host: str | None = None, kind: str = "native", **more:
     return msgspec.structs.replace(info(kind), **(changes | more))
 
 
-def plan_of(infos: dict[str, EngineInfo], places: list[str], *, hosts: tuple[str, ...] = (), **options: Any) -> Plan:
-    device = torch.device("cpu" if places[0] == "cpu" else "cuda:0")
-    exporter: Any = SimpleNamespace(device=device)
-    roster: Any = Roster(infos)
-    return Plan([Target(url) for url in infos], roster, UpdateConfig(**options), exporter, SPECS, places, hosts=hosts)
-
-
-def chosen(plan: Plan, infos: dict[str, EngineInfo]) -> list[str]:
-    return [plan.reach.of(url).name for url in infos]
+def chosen(plan: Members, infos: dict[str, EngineInfo]) -> list[str]:
+    return [plan.links[url].plan.transport for url in infos]
 
 
 def test_engines_on_the_trainers_gpus_and_on_another_host_fit_in_one_update():
     infos = {HERE: engine("GPU-0", "GPU-1"), THERE: engine("GPU-8", "GPU-9", host="another")}
-    plan = plan_of(infos, ["GPU-0", "GPU-1"])
+    plan = members_of(infos, ["GPU-0", "GPU-1"])
     choice = plan.choose()
     assert chosen(plan, infos) == ["ipc", "broadcast"]
-    assert (choice.transport, choice.receivers, choice.ways) == ("ipc+broadcast", (0, 1), ("weightcast",))
+    assert (choice.transport, choice.receivers, choice.sharings) == (
+        "ipc+broadcast",
+        (0, 1),
+        {"weightcast"},
+    )
 
 
 @pytest.mark.parametrize("name", ["ipc", "broadcast"])
 def test_no_single_transport_reaches_them(name):
     infos = {HERE: engine("GPU-0"), THERE: engine("GPU-8", host="another")}
     with pytest.raises(ConfigError, match=r"another host|share GPU"):
-        plan_of(infos, ["GPU-0"], transport=name).choose()
+        members_of(infos, ["GPU-0"], transport=name).choose()
 
 
 @pytest.mark.parametrize("name", ["ipc", "broadcast", "rdma"])
 def test_weights_are_not_kept_mapped_for_a_transport_that_maps_none(name):
     with pytest.raises(ConfigError, match=f"keep_mapped=True: {name} does not read") as caught:
-        plan_of({HERE: engine("cpu")}, ["cpu"], transport=name, keep_mapped=True).choose()
+        members_of({HERE: engine("cpu")}, ["cpu"], transport=name, keep_mapped=True).choose()
     assert 'transport="direct"' in str(caught.value.hint)
 
 
@@ -73,26 +68,26 @@ def test_handles_are_counted_for_the_engines_that_share_memory_alone():
         THERE: engine("cpu", host="another", kind="sglang", staging="none"),
         THIRD: engine("cpu", kind="sglang", staging="none"),
     }
-    plan = plan_of(infos, ["cpu"])
+    plan = members_of(infos, ["cpu"])
     choice = plan.choose()
     assert choice.transport == "ipc+broadcast"
     assert choice.opens + choice.ring_opens == 3
-    assert [plan.links[url].opens for url in infos] == [slice(0, 2), slice(0, 0), slice(2, 3)]
+    assert [plan.links[url].plan.opens for url in infos] == [(0, 2), (0, 0), (2, 3)]
 
 
 def test_engine_that_refused_ipc_goes_by_broadcast_and_the_rest_stays():
     infos = {HERE: engine("cpu"), THIRD: engine("cpu")}
-    plan = plan_of(infos, ["cpu"])
+    plan = members_of(infos, ["cpu"])
     assert plan.choose().transport == "ipc"
-    note = plan.reach.leave(plan.links[HERE], TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
+    note = plan.give_way(
+        {HERE: TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED)}, if_all=False
+    ).get(HERE)
     assert note is not None
     assert "cannot map" in note
     choice = plan.choose_again()
     assert (choice.transport, chosen(plan, infos)) == ("ipc+broadcast", ["broadcast", "ipc"])
     # Nothing is left after broadcast.
-    assert (
-        plan.reach.leave(plan.links[HERE], TargetRejected(f"{HERE}: refused", url=HERE, status=MAPPING_FAILED)) is None
-    )
+    assert not plan.give_way({HERE: TargetRejected(f"{HERE}: refused", url=HERE, status=MAPPING_FAILED)}, if_all=False)
 
 
 @pytest.mark.parametrize(
@@ -104,27 +99,27 @@ def test_engine_that_refused_ipc_goes_by_broadcast_and_the_rest_stays():
     ],
 )
 def test_engine_that_is_gone_or_has_other_weights_is_no_reason_to_leave_a_transport(error):
-    plan = plan_of({HERE: engine("cpu"), THIRD: engine("cpu")}, ["cpu"])
+    plan = members_of({HERE: engine("cpu"), THIRD: engine("cpu")}, ["cpu"])
     plan.choose()
-    assert plan.reach.leave(plan.links[HERE], error) is None
+    assert not plan.give_way({HERE: error}, if_all=False)
     assert plan.choose_again().transport == "ipc"
 
 
 def test_ipc_does_not_give_way_where_nothing_else_can_work():
-    plan = plan_of({HERE: engine("GPU-0")}, ["GPU-0"])  # NCCL needs a GPU for each rank
+    plan = members_of({HERE: engine("GPU-0")}, ["GPU-0"])  # NCCL needs a GPU for each rank
     assert plan.choose().transport == "ipc"
-    assert plan.reach.leave(plan.links[HERE], TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
+    assert not plan.give_way({HERE: TargetRejected("refused", url=HERE, status=MAPPING_FAILED)}, if_all=False)
 
 
 def test_named_transport_does_not_give_way():
-    plan = plan_of({HERE: engine("cpu")}, ["cpu"], transport="ipc")
+    plan = members_of({HERE: engine("cpu")}, ["cpu"], transport="ipc")
     plan.choose()
-    assert plan.reach.leave(plan.links[HERE], TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
+    assert not plan.give_way({HERE: TargetRejected("refused", url=HERE, status=MAPPING_FAILED)}, if_all=False)
 
 
 def test_engines_get_the_handles_of_their_own_host_and_others_a_broadcast():
     infos = {HERE: engine("cpu", host="a"), THERE: engine("cpu", host="b"), THIRD: engine("cpu", host="c")}
-    plan = plan_of(infos, ["cpu"] * 4, hosts=("a", "a", "b", "b"))
+    plan = members_of(infos, ["cpu"] * 4, hosts=("a", "a", "b", "b"))
     choice = plan.choose()
     assert chosen(plan, infos) == ["ipc", "ipc", "broadcast"]
     assert (choice.receivers, choice.reading_hosts) == ((0, 2), ("a", "b"))
@@ -136,7 +131,7 @@ def test_engines_get_the_handles_of_their_own_host_and_others_a_broadcast():
 @pytest.mark.parametrize("transport", ["auto", "ipc"])
 def test_engine_that_comes_late_to_a_host_without_buffers_goes_by_broadcast_or_is_refused(transport):
     infos = {HERE: engine("cpu", host="a")}
-    plan = plan_of(infos, ["cpu"] * 2, hosts=("a", "b"), transport=transport)
+    plan = members_of(infos, ["cpu"] * 2, hosts=("a", "b"), transport=transport)
     assert plan.choose().receivers == (0,)
     late = {HERE: infos[HERE], THERE: engine("cpu", host="b"), THIRD: engine("cpu", host="a")}
     links, failed = plan.links_for(late)
@@ -168,7 +163,7 @@ class Part:
 def test_every_part_gets_every_bucket_also_after_one_has_failed():
     bad = Part("ipc", TargetRejected("refused", url=HERE))
     worse = Part("broadcast", TargetLost("gone", url=THERE))
-    mixed = MixedTransport([bad, worse])
+    mixed = Carriers([bad, worse])
     assert mixed.name == "ipc+broadcast"
     shared: list[Shared] = []
     bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=0))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from tests.helpers.roster import SPECS, Roster, info
-from weightcast.config import Target, UpdateConfig
+from tests.helpers.roster import info, members_of
+from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.update.choose import Plan
+from weightcast.update.members import Members
 from weightcast.wire.engine_info import EngineInfo
 
 KEEPS, ENDS, BOTH = "http://keeps", "http://ends", ("http://keeps", "http://ends")
@@ -24,13 +22,7 @@ def engine(*refused: str) -> EngineInfo:
     return msgspec.structs.replace(info("native"), no_pause=dict.fromkeys(refused, ONLY_SLEEP))
 
 
-def plan_of(infos: dict[str, EngineInfo], **options: Any) -> Plan:
-    exporter: Any = SimpleNamespace(device=torch.device("cpu"))
-    roster: Any = Roster(infos)
-    return Plan([Target(url) for url in infos], roster, UpdateConfig(**options), exporter, SPECS, ["cpu"])
-
-
-def pauses(plan: Plan) -> dict[str, str | None]:
+def pauses(plan: Members) -> dict[str, str | None]:
     plan.choose()
     return {url: link.pause for url, link in plan.links.items()}
 
@@ -38,7 +30,7 @@ def pauses(plan: Plan) -> dict[str, str | None]:
 def test_the_default_keeps_requests_that_run_where_the_engine_can(caplog):
     caplog.set_level(logging.WARNING, "weightcast")
     infos = {KEEPS: engine(), ENDS: engine("retract", "in_place", "wait")}
-    plan = plan_of(infos)
+    plan = members_of(infos)
     assert pauses(plan) == {KEEPS: "retract", ENDS: "abort"}
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"{ENDS} (")
@@ -50,22 +42,22 @@ def test_the_default_keeps_requests_that_run_where_the_engine_can(caplog):
 
 def test_an_engine_that_can_neither_keep_nor_end_requests_gets_the_pause_that_is_left(caplog):
     caplog.set_level(logging.WARNING, "weightcast")
-    assert pauses(plan_of({KEEPS: engine("retract", "abort", "wait")})) == {KEEPS: "in_place"}
+    assert pauses(members_of({KEEPS: engine("retract", "abort", "wait")})) == {KEEPS: "in_place"}
     assert "in_place" in caplog.text
 
 
 def test_an_engine_that_refuses_every_pause_is_refused():
     with pytest.raises(ConfigError, match=ONLY_SLEEP):
-        plan_of({KEEPS: engine("retract", "abort", "wait", "in_place")}).choose()
+        members_of({KEEPS: engine("retract", "abort", "wait", "in_place")}).choose()
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place", "wait"])
 def test_a_pause_that_is_named_is_taken_or_refused(pause: Any, caplog):
     caplog.set_level(logging.WARNING, "weightcast")
-    assert pauses(plan_of({KEEPS: engine()}, pause=pause)) == {KEEPS: pause}
+    assert pauses(members_of({KEEPS: engine()}, pause=pause)) == {KEEPS: pause}
     assert caplog.records == []
     with pytest.raises(ConfigError, match=f"cannot be updated with pause='{pause}'"):
-        plan_of({KEEPS: engine(pause)}, pause=pause).choose()
+        members_of({KEEPS: engine(pause)}, pause=pause).choose()
 
 
 def test_an_unknown_pause_is_refused_with_those_that_exist():

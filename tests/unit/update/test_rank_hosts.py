@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.helpers.roster import SPECS, info
-from tests.unit.update.test_mixed_choice import HERE, THERE, plan_of
+from tests.helpers.roster import SPECS, info, members_of
+from tests.unit.update.test_mixed_choice import HERE, THERE
 from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
@@ -64,34 +64,36 @@ def test_ranks_of_a_plug_in_name_their_hosts_if_these_are_several(hosts: tuple[s
 def test_ipc_is_refused_with_the_host_of_each_rank() -> None:
     infos = {HERE: spread(host_id(), "b")}
     with pytest.raises(ConfigError, match=rf"{HERE} runs on several hosts \(rank 0 on host \S+, rank 1 on host B\)"):
-        plan_of(infos, ["cpu"], transport="ipc").choose()
+        members_of(infos, ["cpu"], transport="ipc").choose()
 
 
 def test_auto_takes_memory_for_the_ranks_on_the_trainers_host_and_a_broadcast_for_the_others() -> None:
     infos = {HERE: spread("b", host_id(), "c")}
-    plan = plan_of(infos, ["cpu"])
+    plan = members_of(infos, ["cpu"])
     choice = plan.choose()
     link = plan.links[HERE]
-    assert (choice.transport, choice.receivers, choice.ways) == ("ipc+broadcast", (0,), ("weightcast",))
-    assert (link.near, link.members) == ((1,), (0, 2))
+    assert (choice.transport, choice.receivers, choice.sharings) == ("ipc+broadcast", (0,), {"weightcast"})
+    assert (link.plan.near, link.members) == ((1,), (0, 2))
     [handle] = link.shared([Shared(memory=HANDLE)])
     message = announce_of("0" * 32, LAYOUT, group="g", shared=[handle])
     assert isinstance(message.source, ByRankSource)
     assert message.source.of(1) == IpcSource(handles=(HANDLE,))
     assert message.source.of(0) == message.source.of(2) == BroadcastSource(group="g")
     assert decode(encode(message)) == message
-    note = plan.reach.leave(plan.links[HERE], TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
+    note = plan.give_way(
+        {HERE: TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED)}, if_all=False
+    ).get(HERE)
     assert note is not None
     assert "ipc+broadcast gave way to broadcast" in note
     assert plan.choose_again().transport == "broadcast"
-    assert plan.links[HERE].near == ()
+    assert plan.links[HERE].plan.near == ()
 
 
 def test_ranks_read_memory_of_their_own_hosts_if_each_has_trainer_ranks() -> None:
     infos = {HERE: spread("a", "b"), THERE: spread("b", "c")}
-    plan = plan_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"))
+    plan = members_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"))
     choice = plan.choose()
-    assert [plan.reach.of(url).name for url in infos] == ["ipc", "ipc+broadcast"]
+    assert [plan.links[url].plan.transport for url in infos] == ["ipc", "ipc+broadcast"]
     assert (choice.receivers, set(choice.reading_hosts)) == ((0, 2), {"a", "b"})
     buffers = [Shared(memory=HANDLE, host="a"), Shared(memory=OTHER, host="b")]
     first, second = (plan.links[url].shared(buffers) for url in infos)
@@ -113,16 +115,16 @@ def any_exporter(monkeypatch) -> None:
 @pytest.mark.usefixtures("any_exporter")
 def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_others() -> None:
     infos = {HERE: spread("a", "b", "c")}
-    plan = plan_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"), transport="direct")
+    plan = members_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"), transport="direct")
     choice = plan.choose()
     link = plan.links[HERE]
-    assert (choice.exchanges, choice.ways, choice.leg_hosts) == (True, ("weightcast",), ("a", "b", ""))
+    assert (choice.exchanges, choice.sharings, choice.leg_hosts) == (True, {"weightcast"}, ("a", "b", ""))
     # The played trainer has all weights on each of its hosts.
-    assert (link.reads, link.near, link.members) == (("a", "b", ""), (0, 1), (2,))
-    assert list(map(str, plan.legs_to(link))) == [
-        "rank 0 by memory from trainer ranks 0-1",
-        "rank 1 by memory from trainer rank 2",
-        "rank 2 by messages from trainer ranks 0-2",
+    assert (link.plan.reads, link.plan.near, link.members) == (("a", "b", ""), (0, 1), (2,))
+    assert list(map(str, link.plan.legs)) == [
+        "rank 0 by buffer from trainer ranks 0-1",
+        "rank 1 by buffer from trainer rank 2",
+        "rank 2 by group from trainer ranks 0-2",
     ]
     own, other = (Part(slot=0, offset=(row,), shape=(2,)) for row in (0, 2))
     buffers = [
@@ -141,7 +143,7 @@ def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_other
 
 
 def test_memory_of_one_host_is_refused_for_an_engine_on_several() -> None:
-    plan = plan_of({HERE: spread("a", "b")}, ["cpu"] * 2, hosts=("a", "b"), transport="direct", direct_by="memory")
+    plan = members_of({HERE: spread("a", "b")}, ["cpu"] * 2, hosts=("a", "b"), transport="direct", direct_by="memory")
     with pytest.raises(ConfigError, match="runs on several hosts"):
         plan.choose()
 
@@ -154,17 +156,21 @@ def refused(words: str, status: int) -> TargetRejected:
 def test_direct_leaves_memory_for_messages_only_if_memory_failed_and_the_way_was_left_open() -> None:
     infos = {HERE: spread("a", "b"), THERE: spread("b", "b")}
     options = {"hosts": ("a", "b"), "transport": "direct"}
-    plan = plan_of(infos, ["cpu"] * 2, **options)
+    plan = members_of(infos, ["cpu"] * 2, **options)
     plan.choose()
-    assert plan.reach.leave(plan.links[HERE], refused("its group broke", GROUP_FAILED)) is None
-    note = plan.reach.leave(plan.links[HERE], refused("cannot map", MAPPING_FAILED))
+    assert not plan.give_way({HERE: refused("its group broke", GROUP_FAILED)}, if_all=False)
+    note = plan.give_way({HERE: refused("cannot map", MAPPING_FAILED)}, if_all=False).get(HERE)
     assert note is not None
     assert note.startswith("memory gave way to messages")
     assert plan.choose_again().leg_hosts == ("b", "")
-    assert [(plan.links[url].reads, plan.links[url].near) for url in infos] == [(("", ""), ()), (("b", "b"), (0, 1))]
-    asked = plan_of(infos, ["cpu"] * 2, direct_by="mixed", **options)
+    plans = [plan.links[url].plan for url in infos]
+    assert [(one.reads, one.near) for one in plans] == [
+        (("", ""), ()),
+        (("b", "b"), (0, 1)),
+    ]
+    asked = members_of(infos, ["cpu"] * 2, direct_by="mixed", **options)
     asked.choose()
-    assert asked.reach.leave(asked.links[HERE], refused("cannot map", MAPPING_FAILED)) is None
+    assert not asked.give_way({HERE: refused("cannot map", MAPPING_FAILED)}, if_all=False)
 
 
 @pytest.mark.parametrize("changes", [{"transports": ("broadcast",)}, {"host_id": ""}])
@@ -173,9 +179,9 @@ def test_other_engines_go_by_broadcast_as_a_whole(changes: dict[str, Any]) -> No
     if "host_id" in changes:  # an engine that does not say where its ranks are
         ranks = tuple(msgspec.structs.replace(rank, host_id="", host="") for rank in found.ranks)
         found = msgspec.structs.replace(found, ranks=ranks)
-    plan = plan_of({HERE: found}, ["cpu"])
+    plan = members_of({HERE: found}, ["cpu"])
     assert plan.choose().transport == "broadcast"
-    assert (plan.links[HERE].near, plan.links[HERE].members) == ((), (0, 1))
+    assert (plan.links[HERE].plan.near, plan.links[HERE].members) == ((), (0, 1))
 
 
 def test_doctor_says_which_ranks_are_on_its_host() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from weightcast.transports.link import margin_s
+from weightcast.transports.plan import TargetPlan, UpdatePlan
 from weightcast.update.bucket_stream import BucketStream
-from weightcast.update.messages import Choice
 
 TIMEOUT_S = 3.0
 
@@ -41,7 +41,7 @@ def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(bu
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {
         "exporter": SimpleNamespace(device=torch.device("cpu")),
-        "choice": Choice(exchanges=True, scattered=True),
+        "choice": UpdatePlan(targets=(TargetPlan(carriers=("group",), gathers=False),)),
         "group": group,
         "head": head,
         "events": SimpleNamespace(),

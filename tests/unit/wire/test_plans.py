@@ -14,16 +14,16 @@ from weightcast.wire.bucket_sources import BroadcastSource
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Announce, Open, Owner
-from weightcast.wire.plans import UnknownPlan, UpdatePlan
+from weightcast.wire.plans import UnknownPlan, UpdateTables
 
 SPECS = tuple(TensorSpec(name=f"t{number}", dtype="float32", shape=(number + 1, 4)) for number in range(40))
 
 
-def plan_of(specs=SPECS, bucket_bytes=512, sizes=()) -> UpdatePlan:
-    return UpdatePlan(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()), sizes)
+def plan_of(specs=SPECS, bucket_bytes=512, sizes=()) -> UpdateTables:
+    return UpdateTables(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()), sizes)
 
 
-def open_of(plan: UpdatePlan | None) -> Open:
+def open_of(plan: UpdateTables | None) -> Open:
     return Open(
         session=secrets.token_hex(16),
         owner=Owner(host="h", pid=1),
@@ -38,7 +38,7 @@ def open_of(plan: UpdatePlan | None) -> Open:
     )
 
 
-def announce_of(opened: Open, plan: UpdatePlan, index: int) -> Announce:
+def announce_of(opened: Open, plan: UpdateTables, index: int) -> Announce:
     source = BroadcastSource(group="g")
     return Announce(session=opened.session, layout=plan.layouts[index], source=source, plan=plan.hash)
 

@@ -29,7 +29,7 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.messages import Message, Prepare, Revert
-from weightcast.wire.plans import UpdatePlan
+from weightcast.wire.plans import UpdateTables
 
 PARALLEL: list[Any] = [None]  # of the rank that is being made
 
@@ -426,7 +426,7 @@ def test_an_idle_scheduler_rests_while_a_plan_is_worked_out_before_any_session(
 
     monkeypatch.setattr(idle.rank.receiver, "apply", work)
     preparing = threading.Thread(
-        target=idle.rank.apply, args=(Prepare(plan=UpdatePlan((), (), ()), verify="none"),), daemon=True
+        target=idle.rank.apply, args=(Prepare(plan=UpdateTables((), (), ()), verify="none"),), daemon=True
     )
     preparing.start()
     assert began.wait(PATIENCE_S)
