@@ -37,6 +37,7 @@ refused, which the adapter may catch.  The generator returns the result of the s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -470,7 +471,7 @@ class Cell(Protocol):
         ...
 
 
-class Carrier:
+class Carrier(ABC):
     """Moves filled buckets to some targets, in order, two in flight.  This is the end on the head trainer rank."""
 
     name: str = ""
@@ -478,9 +479,9 @@ class Carrier:
     def connect(self) -> None:
         """Makes the group of the current targets, if this carrier needs one and has none."""
 
+    @abstractmethod
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Starts sending a bucket and waits until the previous one may be filled again."""
-        raise NotImplementedError
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket sent so far, and raises what failed."""

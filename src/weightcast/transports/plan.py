@@ -61,6 +61,11 @@ class TargetPlan(msgspec.Struct, frozen=True, kw_only=True):
         """True if engine ranks read memory of trainer ranks."""
         return reads_memory(self.carriers)
 
+    @property
+    def reads_remotely(self) -> bool:
+        """True if they read it through NIXL."""
+        return self.sharing == "remote"
+
 
 class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The plan of the updates to come, the same on every trainer rank.

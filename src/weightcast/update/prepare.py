@@ -95,7 +95,7 @@ def _way_to(target: TargetPlan) -> Way:
         return "buckets"
     if "group" in target.carriers:
         return "messages"
-    return "reads" if "rdma" in target.carriers else "memory"
+    return "reads" if target.reads_remotely else "memory"
 
 
 def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[Part, ...], ...], ...]:

@@ -135,7 +135,7 @@ class Sessions:
 
         An engine is asked once for each of its starts.  Without an answer its ranks read each run by itself.
         """
-        readers = [link for link in self.links if "rdma" in link.plan.carriers]
+        readers = [link for link in self.links if link.plan.reads_remotely]
         if not readers or self._config.max_extra_bytes is not None:
             return None
 
