@@ -334,7 +334,7 @@ def test_ranks_that_get_messages_are_in_cells_and_the_rest_of_one_goes_on(places
         assert f"rank 0 (pid {pid})" in lost["message"], lost
         for row in (whole, other):
             assert (row["proof"], row["version_after"], row["message"]) == ("resident", version, "")
-            assert {by for _, by, _ in legs(row)} == {"memory", "messages"}
+            assert {by for _, by, _ in legs(row)} == {"buffer", "group"}
     check_serves([engine, rest], version)
 
 
