@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from weightcast.comm.ipc import host_id_of
 from weightcast.errors import ConfigError
-from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.engine_info import NO_RECEIVER, EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import PROTOCOL, Join
+from weightcast.wire.messages import Join
 
 TAKES_IMAGES = (
     "it encodes images, and does not tell which of its tensors an update leaves as they are: an update must contain "
@@ -28,7 +28,7 @@ _OF_QWEN2 = "model.layers.0.self_attn.q_proj.bias"
 def stock_info(url: str, devices: Sequence[str], **facts: Any) -> EngineInfo:
     """Describes an engine by the device of each rank, and by the facts that it tells."""
     return EngineInfo(
-        protocol=PROTOCOL,
+        protocol=NO_RECEIVER,
         state="serving",
         digest=None,
         tp_size=len(devices),
@@ -38,25 +38,6 @@ def stock_info(url: str, devices: Sequence[str], **facts: Any) -> EngineInfo:
         specs=(),
         **facts,
     )
-
-
-class StockAdapter:
-    """One server without our receiver."""
-
-    in_flight = 1
-    proves: frozenset[Literal["received", "resident"]] = frozenset()
-    leased = False
-
-    def __init__(self, info: EngineInfo) -> None:
-        self._info = info
-
-    def renew(self, info: EngineInfo) -> None:
-        """As ``Adapter.renew``."""
-        self._info = info
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Always empty: stock engines do not list their tensors."""
-        return ()
 
 
 def group_body(join: Join) -> dict[str, Any]:

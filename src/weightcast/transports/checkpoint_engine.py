@@ -20,12 +20,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from weightcast.comm import event_loop, pickle_writer
 from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
 from weightcast.comm.pickle_writer import integer, integers, listing, mapping, text
-from weightcast.comm.run_steps import Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.comm.torch_reductions import reduced_storage
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, WeightcastError
@@ -43,14 +42,6 @@ _WHOLE_UPDATE_S = 86400.0  # of the request that lasts as long as the update; ea
 _NOTHING = pickle_writer.pickled(pickle_writer.NONE)
 _SOCKETS = re.compile(r"weightcast-sockets-[0-9a-f]{16}")
 _MAX_PATH = 100  # of a socket's name, in bytes; the kernel's limit is 107
-
-
-class TakesHandles(Protocol):
-    """An adapter whose engine speaks this wire."""
-
-    def handles(self, addresses: dict[str, str]) -> Steps:
-        """Where each GPU finds its sender; answered when that one has said that all is over."""
-        ...
 
 
 class CheckpointEngineCarrier(Pumped):
@@ -164,7 +155,7 @@ class Feed:
             self._sockets.append(socket)
             addresses[f"GPU-{memory.device if rank.device == 'cuda' else rank.device}"] = address
         self.link.touch()
-        steps = cast(TakesHandles, self.link.adapter).handles(addresses)
+        steps = self.link.adapter.handles(addresses)
         (self._answer,) = event_loop.submit([self.link.ask("handles", steps, timeout_s=_WHOLE_UPDATE_S)])
         handles = [pickle_writer.pickled(reduced_storage(memory, "uint8")) for memory in memories]
         self._tell(handles, what)

@@ -41,10 +41,14 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nccl: NcclSettings | None = None
 
 
+NO_RECEIVER = 0  # ``EngineInfo.protocol`` of an engine without our receiver
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine's description: sent by our receiver, or made by a probe for an engine without our receiver.
 
     Attributes:
+        protocol: Version of our messages that the engine speaks, or ``NO_RECEIVER``.
         engine: Kind and version of the engine, e.g. ``"weightcast 1.2.3"``.
         model: Name under which the engine serves the model.
         version: Version that the engine serves; None if unknown.
@@ -57,7 +61,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         message: Reason why the engine does not serve, or a further remark.
         paused: True while an update, an operator or sleep pauses the engine.
         optional: Tensors that the engine knows but does not keep; an update may contain them or not.
-        kind: Name of the engine's adapter; ``native`` for every engine with our receiver.
+        kind: Name of the engine's ``protocols.Kind``; ``native`` for every engine with our receiver.
         dp_size: Number of data-parallel replicas behind the URL.
         staging_bytes: Size of the staging set on the rank where it is largest, in bytes; 0 if nothing is staged, or if
             the engine does not report it.
@@ -101,6 +105,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             set_field(self, "message", visible(self.message))
             set_field(self, "hazards", tuple(map(visible, self.hazards)))
             set_field(self, "no_pause", {mode: visible(why) for mode, why in self.no_pause.items()})
+
+    @property
+    def has_receiver(self) -> bool:
+        """True if the engine has our receiver."""
+        return self.protocol != NO_RECEIVER
 
     @property
     def incarnation(self) -> tuple[object, ...]:

@@ -14,27 +14,26 @@ from typing import Any
 import msgspec
 
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_readable
-from weightcast.adapters.stock import KEPT_TOWER, StockAdapter, group_body, without_tower
+from weightcast.adapters.stock import KEPT_TOWER, group_body, without_tower
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.protocols import Adapter, Delivery, Invitation, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Close, Commit, Open
+from weightcast.wire.messages import Commit, Open
 
 _FLAT = "flattened_bucket"
 _SLEEP = EngineRequest(path="/sleep?level=1")
 _NO_GROUP = "not initialized"  # LMDeploy's words for a group that it does not have
 
 
-class LmdeployAdapter(StockAdapter):
+class LmdeployAdapter(Adapter):
     """One LMDeploy server: the attention-TP ranks behind one URL."""
 
     packing = Packing(alignment_bytes=1, one_dtype=True, slices=False, gapless=True)
     sharing: Sharing = "ring"
-    meeting: Meeting = "torch"
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
@@ -111,16 +110,11 @@ class LmdeployAdapter(StockAdapter):
         return Ack(ok=True)
 
     def handles(self, addresses: dict[str, str]) -> Steps:
-        """As ``transports.checkpoint_engine.TakesHandles.handles``."""
+        """As ``Adapter.handles``."""
         self._got = "handles"
         self._mixed = True
         yield from _post("/update_weights_from_ipc", {"zmq_handles": addresses})
         return Ack(ok=True)
-
-    def close(self, message: Close) -> Steps:
-        """Sends nothing: the engine has answered for every bucket already."""
-        yield from ()
-        return Ack(ok=True, state="updating")
 
     def commit(self, message: Commit) -> Steps:
         """Finishes values that modules compute from weights, then wakes the KV cache."""

@@ -16,7 +16,7 @@ from weightcast.adapters.stock import stock_info
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetRejected
-from weightcast.protocols import Adapter
+from weightcast.protocols import Kind, LoadMetrics
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
 
@@ -33,10 +33,17 @@ Answer = dict[str, Any]
 Asking = Generator[EngineRequest, bytes, Answer | None]
 
 
-class LmdeployKind:
+class LmdeployKind(Kind):
     """Unpatched LMDeploy."""
 
     name = "lmdeploy"
+    speaks = LmdeployAdapter
+    receiver_page = "docs/engines/lmdeploy-receiver.md"
+    load = LoadMetrics(
+        running="lmdeploy:num_requests_running",
+        waiting="lmdeploy:num_requests_waiting",
+        tokens="lmdeploy:generation_tokens_total",
+    )
 
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
@@ -53,10 +60,6 @@ class LmdeployKind:
         metrics = yield from _metrics()
         model, asleep = str(served.get("id") or "?"), bool(sleeping["is_sleeping"])
         return describe(url, model, asleep, status, sizes, refusal, metrics)
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return LmdeployAdapter(info)
 
 
 def describe(

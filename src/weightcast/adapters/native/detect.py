@@ -9,7 +9,7 @@ import msgspec
 from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Adapter
+from weightcast.protocols import Adapter, Kind, LoadMetrics
 from weightcast.wire.adapters import ADAPTERS, KIND, AdapterRequest, adapter_path
 from weightcast.wire.codec import decode_info, specs_hash
 from weightcast.wire.engine_info import EngineInfo
@@ -20,10 +20,17 @@ _NO_ROUTE = (404, 405)
 _REFUSED = 409
 
 
-class NativeKind:
+class NativeKind(Kind):
     """The reference engine, and every engine that runs our receiver as a plug-in."""
 
     name = "native"
+    speaks = NativeAdapter
+    has_receiver = True
+    load = LoadMetrics(
+        running="weightcast_requests_running",
+        waiting="weightcast_requests_waiting",
+        tokens="weightcast_generated_tokens_total",
+    )
 
     def __init__(self) -> None:
         self._infos: dict[str, EngineInfo] = {}  # last description by URL: its specs need not come again
@@ -51,10 +58,6 @@ class NativeKind:
         self._infos[url] = info
         return info
 
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return NativeAdapter(info)
-
 
 def described(url: str, path: str, body: bytes) -> EngineInfo:
     """Decodes a description from our receiver; raises ConfigError for another form or another protocol."""
@@ -70,10 +73,12 @@ def described(url: str, path: str, body: bytes) -> EngineInfo:
     return info
 
 
-class NativeAdapterKind:
+class NativeAdapterKind(Kind):
     """One LoRA adapter of an engine with our receiver."""
 
     name = KIND
+    speaks = NativeAdapter
+    has_receiver = True
 
     def __init__(self, request: AdapterRequest | None = None) -> None:
         self._request = request

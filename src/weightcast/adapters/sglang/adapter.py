@@ -20,16 +20,16 @@ import torch
 
 from weightcast.adapters.sglang.checksums import Checksums, compared, lacks_prefix, parsed
 from weightcast.adapters.sglang.payload import bucket_payload
-from weightcast.adapters.stock import TAKES_IMAGES, StockAdapter, check_encoders, group_body
+from weightcast.adapters.stock import TAKES_IMAGES, check_encoders, group_body
 from weightcast.comm.pickle_writer import listing, pickled_base64
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.protocols import Adapter, Delivery, Invitation, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Close, Commit, Open
+from weightcast.wire.messages import Commit, Open
 
 _ABSENT = (404, 405)
 KEEPS_DRAFT = "its draft model is not updated: answers stay right, and fewer of its tokens are accepted"
@@ -45,12 +45,12 @@ _IN_SESSION = ("group", "memory")
 _PAUSE_WORDS = {"abort": "abort", "retract": "retract", "in_place": "in_place", "wait": "retract"}
 
 
-class SglangAdapter(StockAdapter):
+class SglangAdapter(Adapter):
     """One SGLang server during its updates."""
 
     packing = Packing(alignment_bytes=1, one_dtype=False, slices=False, gapless=True)
     sharing: Sharing = "torch"
-    meeting: Meeting = "torch"
+    sees_change = True
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
@@ -147,7 +147,7 @@ class SglangAdapter(StockAdapter):
         return self._ack()
 
     def handles(self, addresses: dict[str, str]) -> Steps:
-        """As ``transports.checkpoint_engine.TakesHandles.handles``; SGLang wants no session here."""
+        """As ``Adapter.handles``; SGLang wants no session here."""
         self._buckets += 1
         self._mixed = True
         yield _post("/update_weights_from_ipc", zmq_handles=addresses, flush_cache=False)
@@ -161,13 +161,8 @@ class SglangAdapter(StockAdapter):
         yield from self._wait_for_all_ranks()  # rank 0 alone has answered, and the caller deletes the folder next
         return self._ack()
 
-    def close(self, message: Close) -> Steps:
-        """Sends nothing: SGLang has answered for every bucket already."""
-        yield from ()
-        return self._ack()
-
     def expect_change(self, changed: bool) -> None:
-        """As ``protocols.SeesChange.expect_change``."""
+        """As ``Adapter.expect_change``."""
         self._expects_change = changed
 
     def commit(self, message: Commit) -> Steps:

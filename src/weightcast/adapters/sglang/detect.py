@@ -17,7 +17,7 @@ from weightcast.adapters.stock import TAKES_IMAGES, stock_info
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
 from weightcast.errors import TargetRejected
-from weightcast.protocols import Adapter
+from weightcast.protocols import Kind, LoadMetrics
 from weightcast.wire.engine_info import EngineInfo
 
 # SGLang computes the scales of these formats when it starts; an update would leave the old scales.
@@ -39,10 +39,17 @@ _OUTSIDE = {
 Answer = dict[str, Any]
 
 
-class SglangKind:
+class SglangKind(Kind):
     """Unpatched SGLang."""
 
     name = "sglang"
+    speaks = SglangAdapter
+    receiver_page = "docs/engines/sglang-receiver.md"
+    load = LoadMetrics(
+        running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+        tokens="sglang:generation_tokens_total",
+    )
 
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
@@ -55,10 +62,6 @@ class SglangKind:
             return None
         paused = yield from _is_paused()
         return describe(url, server, model, paused=paused)
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return SglangAdapter(info)
 
 
 def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> EngineInfo:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from weightcast.adapters.stock import StockAdapter, check_encoders
+from weightcast.adapters.stock import check_encoders
 from weightcast.adapters.vllm import requests
 from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
 from weightcast.adapters.vllm.requests import if_there, post, succeeds
@@ -21,11 +21,11 @@ from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, TargetRejected
-from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.protocols import Adapter, Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Close, Commit, Open
+from weightcast.wire.messages import Commit, Open
 from weightcast.wire.vllm_versions import vllm_version
 
 _SHUTDOWN = post("/shutdown_weight_transfer_engine")
@@ -39,7 +39,7 @@ _NEW_FORM = (0, 27)
 _STREAMS = 32
 
 
-class VllmAdapter(StockAdapter):
+class VllmAdapter(Adapter):
     """One vLLM server with ``--weight-transfer-config``."""
 
     packing = Packing(alignment_bytes=1, slices=False, gapless=True)
@@ -100,7 +100,7 @@ class VllmAdapter(StockAdapter):
         return self._updating()
 
     def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
-        """As ``protocols.Storing.stored``."""
+        """As ``Adapter.stored``."""
         return {ID_KEY: stored_id(unique_id)}
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
@@ -118,11 +118,6 @@ class VllmAdapter(StockAdapter):
         if layout.size_bytes:  # an empty bucket is not broadcast, and an engine told of it would wait for ever
             self._mixed = True
             yield post("/update_weights", {"update_info": body})
-        return self._updating()
-
-    def close(self, message: Close) -> Steps:
-        """Sends nothing: vLLM has no such step."""
-        yield from ()
         return self._updating()
 
     def commit(self, message: Commit) -> Steps:

@@ -11,7 +11,7 @@ from weightcast.adapters.vllm.requests import decoded, if_there
 from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import WireError
-from weightcast.protocols import Adapter
+from weightcast.protocols import Kind, LoadMetrics
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
 from weightcast.wire.vllm_versions import INSTALL_NEWER, too_old
@@ -19,10 +19,17 @@ from weightcast.wire.vllm_versions import INSTALL_NEWER, too_old
 Asked = Generator[EngineRequest, bytes, EngineInfo | None]
 
 
-class VllmKind:
+class VllmKind(Kind):
     """Stock vLLM with its own weight transfer."""
 
     name = "vllm"
+    speaks = VllmAdapter
+    receiver_page = "docs/engines/vllm.md"
+    load = LoadMetrics(
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+        tokens="vllm:generation_tokens_total",
+    )
 
     def recognise(self, url: str) -> Asked:
         """As ``Kind.recognise``."""
@@ -55,10 +62,6 @@ class VllmKind:
             no_pause=facts.no_pause(),
             hazards=facts.hazards(),
         )
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return VllmAdapter(info)
 
     def _without_dev_mode(self, url: str, version: str) -> Asked:
         """Describes a vLLM server that lacks the routes of an update; None if the server is not vLLM."""
