@@ -339,10 +339,12 @@ class Kind(ABC):
 class Adapter(ABC):
     """Speaks the language of one engine.  Each target has its own adapter, which may keep state between updates.
 
-    An engine lists its transports in ``EngineInfo.transports``.  The steps ``join``, ``handles`` and ``load_folder``
-    are for engines that list a transport that needs them.
+    Every engine needs ``open``, ``commit`` and ``abort``, and the steps of the transports that it lists in
+    ``EngineInfo.transports``: ``bucket`` for ``ipc``, ``join`` and ``bucket`` for ``broadcast``, ``load_folder`` for
+    ``disk``, and ``handles`` for ``checkpoint-engine``.
 
     Attributes:
+        info: What the last probe found.
         packing: Rules for buckets that the engine can read, such as alignment.
         sharing: Form of the handles to a shared buffer over ``ipc``.
         meeting: Rendezvous of a group over ``broadcast``.
@@ -366,15 +368,15 @@ class Adapter(ABC):
     reverts: bool = False
 
     def __init__(self, info: EngineInfo) -> None:
-        self._info = info
+        self.info = info
 
     def renew(self, info: EngineInfo) -> None:
         """Takes the engine's current info.  An engine that has restarted gets a new adapter instead."""
-        self._info = info
+        self.info = info
 
     def specs(self) -> Sequence[TensorSpec]:
         """The tensors of a full update; empty if the engine does not list them."""
-        return self._info.specs
+        return self.info.specs
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Checks an update against the known limits of this kind of engine, before it.
@@ -399,7 +401,6 @@ class Adapter(ABC):
         """Entries that the group's store must hold, by key, for an engine that reads NCCL's unique id there."""
         return {}
 
-    @abstractmethod
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket.
 
@@ -407,6 +408,7 @@ class Adapter(ABC):
         names the group that broadcasts it; None over shared memory.  ``shared`` has the buffers of trainer ranks that
         filled one.
         """
+        return self._lacks("read buckets")
 
     def handles(self, addresses: dict[str, str]) -> Steps:
         """Tells the engine where to ask for handles to all weights, by the UUID of each rank's GPU."""
@@ -419,7 +421,7 @@ class Adapter(ABC):
     def close(self, message: Close) -> Steps:
         """Says that every bucket was sent, and asks whether all have arrived.  By default it sends nothing."""
         yield from ()
-        return Ack(ok=True, state="updating", ranks=self._info.tp_size)
+        return Ack(ok=True, state="updating", ranks=self.info.tp_size)
 
     def expect_change(self, changed: bool) -> None:
         """Tells the adapter, before ``commit``, whether the new weights are known to differ from the last committed.
@@ -449,7 +451,7 @@ class Adapter(ABC):
         If it raises, the caller adds a note to the target's next report.
         """
         yield from ()
-        return Ack(ok=True, ranks=self._info.tp_size)
+        return Ack(ok=True, ranks=self.info.tp_size)
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Log-probability of each token but the first, given the tokens before it, under the live weights."""
@@ -459,7 +461,7 @@ class Adapter(ABC):
         raise self._missing(step)
 
     def _missing(self, step: str) -> ConfigError:
-        return ConfigError(f"the adapter of {self._info.engine} ({self._info.kind}) cannot {step}")
+        return ConfigError(f"the adapter of {self.info.engine} ({self.info.kind}) cannot {step}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,9 +55,9 @@ class LmdeployAdapter(Adapter):
         self._delivery = delivery
         # LMDeploy does not tell whether it encodes images, and may serve the language model alone.
         self._kept = (KEPT_TOWER,) if without_tower(specs) else ()
-        if delivery == "handles" and any(rank.device == "cuda" for rank in self._info.ranks):
+        if delivery == "handles" and any(rank.device == "cuda" for rank in self.info.ranks):
             raise ConfigError(
-                f"LMDeploy ({self._info.model}) does not tell the UUIDs of its GPUs, which checkpoint-engine needs; "
+                f"LMDeploy ({self.info.model}) does not tell the UUIDs of its GPUs, which checkpoint-engine needs; "
                 "nothing was sent",
                 hint="use broadcast, or LMDeploy 0.17 or later",
             )
@@ -95,7 +95,7 @@ class LmdeployAdapter(Adapter):
             return Ack(ok=True)
         self._got = "memory"
         self._mixed = True
-        memories = [self._memory_of(rank.rank, rank.device, shared) for rank in self._info.ranks]
+        memories = [self._memory_of(rank.rank, rank.device, shared) for rank in self.info.ranks]
         dtype = check_readable(layout, memories[0])
         places = (dtype, *((one.handle, one.offset_bytes, one.size_bytes, one.turn) for one in memories))
         handle = self._mapped != places
@@ -122,7 +122,7 @@ class LmdeployAdapter(Adapter):
             end = {"names": [], "dtypes": [], "shapes": [], "group_name": self._group, "finished": True}
             yield from _post("/update_weights_from_distributed", end)
         elif self._got == "memory":
-            end = {"serialized_named_tensors": [END] * self._info.tp_size, "finished": True}
+            end = {"serialized_named_tensors": [END] * self.info.tp_size, "finished": True}
             yield EngineRequest(path="/update_weights", body=msgspec.json.encode(end))
             self._mapped = None
             self._sleep_refused = False
@@ -138,7 +138,7 @@ class LmdeployAdapter(Adapter):
             ok=True,
             state="serving",
             version=self._version,
-            ranks=self._info.tp_size,
+            ranks=self.info.tp_size,
             stall_s=stall_s,
             message=words,
             not_updated=self._kept,
@@ -210,7 +210,7 @@ class LmdeployAdapter(Adapter):
                 if memory.device == device:
                     return memory
         raise ConfigError(
-            f"no trainer rank has filled a buffer on GPU {device} of rank {rank} of {self._info.model}",
+            f"no trainer rank has filled a buffer on GPU {device} of rank {rank} of {self.info.model}",
             hint="ipc needs a trainer rank on each of the engine's GPUs; use broadcast otherwise",
         )
 

@@ -79,13 +79,13 @@ class SglangAdapter(Adapter):
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
-                f"{self._info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
+                f"{self.info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
                 hint="leave them out of the export",
             )
-        check_encoders(self._info, specs)
-        _check_image_cache(self._info)
-        _check_fp8(self._info, specs, delivery=delivery)
-        on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
+        check_encoders(self.info, specs)
+        _check_image_cache(self.info)
+        _check_fp8(self.info, specs, delivery=delivery)
+        on_gpu = any(rank.device != "cpu" for rank in self.info.ranks)
         if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
             raise ConfigError(
                 "NCCL_CUMEM_ENABLE is not set in the trainer, and SGLang sets it to 0 for itself: the rendezvous would "
@@ -183,7 +183,7 @@ class SglangAdapter(Adapter):
             if checksum and checksum == self._checksums.whole:
                 self._check_taken(checksums)
             if checksum:
-                words = compared(self._checksums, checksums, ranks=self._info.tp_size, sent=self._sent)
+                words = compared(self._checksums, checksums, ranks=self.info.tp_size, sent=self._sent)
         yield from self._stamp()
         yield _post("/continue_generation", torch_empty_cache=False)
         self._mixed = False
@@ -264,7 +264,7 @@ class SglangAdapter(Adapter):
             if error.status != 400:
                 raise
             raise TargetRejected(
-                f"{self._info.engine} does not flush its prefix cache with the requests that pause={self._pause!r} "
+                f"{self.info.engine} does not flush its prefix cache with the requests that pause={self._pause!r} "
                 f"keeps: {error}",
                 url=error.url,
                 hint='use pause="abort" (--pause abort), or start SGLang with --disable-radix-cache',
@@ -274,7 +274,7 @@ class SglangAdapter(Adapter):
     @property
     def _no_prefix_cache(self) -> bool:
         """True if the server runs without a prefix cache; ``detect.describe`` then allows ``in_place``."""
-        return "in_place" not in self._info.no_pause
+        return "in_place" not in self.info.no_pause
 
     def _wait_for_requests(self) -> Generator[EngineRequest, bytes, None]:
         """Waits until running requests have ended, and holds back new ones meanwhile.
@@ -286,7 +286,7 @@ class SglangAdapter(Adapter):
         try:
             yield _post(
                 "/update_weights_from_tensor",
-                serialized_named_tensors=[_NO_TENSORS] * self._info.tp_size,
+                serialized_named_tensors=[_NO_TENSORS] * self.info.tp_size,
                 flush_cache=False,
             )
         except TargetRejected as error:
@@ -295,7 +295,7 @@ class SglangAdapter(Adapter):
 
     def _wait_for_all_ranks(self) -> Generator[EngineRequest, bytes, None]:
         """Asks for a checksum, which every rank answers only after its earlier work."""
-        if self._info.tp_size > 1:
+        if self.info.tp_size > 1:
             yield _post("/weights_checker", action="checksum")
 
     def _begin_session(self) -> Generator[EngineRequest, bytes, None]:
@@ -326,7 +326,7 @@ class SglangAdapter(Adapter):
                 self._has_checker = False
             return Checksums()  # SGLang cannot hash some models; the update goes on without a checksum
         self._has_checker = True
-        return parsed(reply, self._info.tp_size)
+        return parsed(reply, self.info.tp_size)
 
     def _stamp(self) -> Generator[EngineRequest, bytes, None]:
         try:
@@ -338,7 +338,7 @@ class SglangAdapter(Adapter):
     def _memory_of_ranks(self, shared: Sequence[Shared]) -> list[TorchMemory]:
         """For each rank the handle that was made for it, to the buffer on its own GPU."""
         found: list[TorchMemory] = []
-        for rank in self._info.ranks:
+        for rank in self.info.ranks:
             near = [item for item in shared if item.torch and item.torch[0].device == rank.device]
             # Without a UUID, the engine's ranks sit on the trainer's GPUs, in the same order.
             if not near and rank.device == "cuda":
@@ -363,8 +363,8 @@ class SglangAdapter(Adapter):
         return Ack(
             ok=True,
             state=state,
-            version=version if version is not None else self._info.version,
-            ranks=self._info.tp_size,
+            version=version if version is not None else self.info.version,
+            ranks=self.info.tp_size,
             stall_s=stall_s,
             message=message,
             checksum=checksum,

@@ -61,7 +61,7 @@ class VllmAdapter(Adapter):
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``; keeps the delivery for ``open``."""
-        check_encoders(self._info, specs)
+        check_encoders(self.info, specs)
         self._delivery = delivery
 
     def open(self, message: Open) -> Steps:
@@ -73,7 +73,7 @@ class VllmAdapter(Adapter):
         why = self._facts.never_emptied or self._facts.no_pause().get(message.pause)
         if why:
             raise ConfigError(
-                f"{self._info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
+                f"{self.info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
             )
         started = time.monotonic()
         yield from requests.pause(message.pause)
@@ -132,7 +132,7 @@ class VllmAdapter(Adapter):
         return Ack(
             ok=True,
             version=self._version,
-            ranks=self._info.tp_size,
+            ranks=self.info.tp_size,
             stall_s=stall_s,
             not_updated=("the draft model",) if self._facts.draft else (),
         )
@@ -144,22 +144,22 @@ class VllmAdapter(Adapter):
         """
         self._in_group = False
         if self._mixed or (self._started and not (yield from self._try_finish())):
-            return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)
+            return Ack(ok=True, state="quarantined", ranks=self.info.tp_size)
         self._started = False
         if self._paused_s:
             yield from requests.resume()
-        return Ack(ok=True, ranks=self._info.tp_size)
+        return Ack(ok=True, ranks=self.info.tp_size)
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Asks ``/v1/completions`` for ``prompt_logprobs``."""
-        return (yield from requests.score(self._info.model, token_ids))
+        return (yield from requests.score(self.info.model, token_ids))
 
     def leave(self, group: str | None) -> Steps:
         """Releases the communicator or the mapped buffers, if this version has a route for it."""
         self._in_group = False
         self._told_packed = False
         yield from if_there(_SHUTDOWN)
-        return Ack(ok=True, ranks=self._info.tp_size)
+        return Ack(ok=True, ranks=self.info.tp_size)
 
     def _start_update(self) -> Generator[EngineRequest, bytes, None]:
         if self._delivery == "memory" and not self._told_packed:
@@ -180,7 +180,7 @@ class VllmAdapter(Adapter):
         self, forms: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> Generator[EngineRequest, bytes, None]:
         """Initialises the backend; ``forms`` pairs ``init_info`` with fields for every update, newest version first."""
-        version = vllm_version(self._info.engine.removeprefix("vllm ")) or _NEW_FORM
+        version = vllm_version(self.info.engine.removeprefix("vllm ")) or _NEW_FORM
         order = list(forms) if version >= _NEW_FORM else list(reversed(forms))
         for number, (init_info, update_fields) in enumerate(order, 1):
             try:
@@ -188,7 +188,7 @@ class VllmAdapter(Adapter):
             except TargetRejected as error:
                 if number == len(order) or not any(words in str(error) for words in _OTHER_FORM):
                     raise
-                if self._info.tp_size > 1:
+                if self.info.tp_size > 1:
                     # vLLM has read one worker's refusal.  It would take the other workers' refusals for answers to the
                     # next requests (0.25.1: the second form got the refusal of the first).
                     raise TargetRejected(
@@ -222,4 +222,4 @@ class VllmAdapter(Adapter):
             yield from succeeds(_SHUTDOWN)
 
     def _updating(self) -> Ack:
-        return Ack(ok=True, state="updating", ranks=self._info.tp_size)
+        return Ack(ok=True, state="updating", ranks=self.info.tp_size)
