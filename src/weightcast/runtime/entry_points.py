@@ -1,4 +1,4 @@
-"""What other packages add to weightcast by entry points: kinds of engines, and exporters for their models.
+"""Finds and imports the entry points by which other packages add engines and exporters to weightcast.
 
 Nothing of another package is imported before it is needed, and a package that cannot be used is left out: a warning
 names it once, and ``weightcast doctor`` names it again.
