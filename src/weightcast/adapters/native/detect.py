@@ -7,6 +7,7 @@ from collections.abc import Generator
 import msgspec
 
 from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.adapters.requests import NO_ROUTE
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Adapter, Kind, LoadMetrics
@@ -16,7 +17,6 @@ from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import PROTOCOL
 
 _MAX_INFOS = 1 << 14
-_NO_ROUTE = (404, 405)
 _REFUSED = 409
 
 
@@ -44,7 +44,7 @@ class NativeKind(Kind):
             try:
                 body = yield EngineRequest(method="GET", path=f"/weightcast/info{table and '?specs=' + table}")
             except TargetRejected as error:
-                if error.status in (404, 405):
+                if error.status in NO_ROUTE:
                     return None
                 raise
             try:
@@ -90,7 +90,7 @@ class NativeAdapterKind(Kind):
             yield EngineRequest(method="GET", path="/weightcast/status")
             body = yield EngineRequest(path=ADAPTERS, body=msgspec.json.encode(self._request))
         except TargetRejected as error:
-            if error.status in _NO_ROUTE:
+            if error.status in NO_ROUTE:
                 raise ConfigError(
                     f"{url} takes no LoRA adapter in memory; vLLM with weightcast's plug-in does",
                     hint="send the merged weights: connect without adapter=",

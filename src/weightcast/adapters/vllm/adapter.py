@@ -13,15 +13,15 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from weightcast.adapters.stock import check_encoders
+from weightcast.adapters.requests import if_there, post, succeeds
+from weightcast.adapters.stock import StockAdapter, check_encoders
 from weightcast.adapters.vllm import requests
 from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
-from weightcast.adapters.vllm.requests import if_there, post, succeeds
 from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, TargetRejected
-from weightcast.protocols import Adapter, Delivery, Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
@@ -39,7 +39,7 @@ _NEW_FORM = (0, 27)
 _STREAMS = 32
 
 
-class VllmAdapter(Adapter):
+class VllmAdapter(StockAdapter):
     """One vLLM server with ``--weight-transfer-config``."""
 
     packing = Packing(alignment_bytes=1, slices=False, gapless=True)
@@ -49,12 +49,7 @@ class VllmAdapter(Adapter):
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self._facts = Facts()
-        self._paused_s = 0.0  # time.monotonic() of the pause; 0 if this session has not paused the engine
         self._started = False
-        # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
-        self._mixed = info.paused
-        self._version = 0
-        self._delivery: Delivery = "group"
         self._in_group = False
         self._told_packed = False
         self._update_fields: Mapping[str, Any] = {}  # fields that this version wants in every update
@@ -68,7 +63,7 @@ class VllmAdapter(Adapter):
         """Pauses the engine and starts an update; ``ConfigError`` if a cache would give results of the old weights."""
         self._version = message.version
         self._started = False
-        self._paused_s = 0.0
+        self._paused_at = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         why = self._facts.never_emptied or self._facts.no_pause().get(message.pause)
         if why:
@@ -77,7 +72,7 @@ class VllmAdapter(Adapter):
             )
         started = time.monotonic()
         yield from requests.pause(message.pause)
-        self._paused_s = started
+        self._paused_at = started
         yield from self._start_update()
         return self._updating()
 
@@ -127,15 +122,7 @@ class VllmAdapter(Adapter):
         # Some versions take the version with the finish, some have this route, and some have no versions.
         yield from if_there(post("/update_weight_version", {"new_version": version}))
         yield from requests.resume()
-        self._mixed = False
-        stall_s = time.monotonic() - self._paused_s
-        return Ack(
-            ok=True,
-            version=self._version,
-            ranks=self.info.tp_size,
-            stall_s=stall_s,
-            not_updated=("the draft model",) if self._facts.draft else (),
-        )
+        return self._committed(not_updated=("the draft model",) if self._facts.draft else ())
 
     def abort(self, session: str, reason: str) -> Steps:
         """Resumes the engine if no bucket was sent; the trainer has aborted the group as well.
@@ -146,9 +133,9 @@ class VllmAdapter(Adapter):
         if self._mixed or (self._started and not (yield from self._try_finish())):
             return Ack(ok=True, state="quarantined", ranks=self.info.tp_size)
         self._started = False
-        if self._paused_s:
+        if self._paused_at:
             yield from requests.resume()
-        return Ack(ok=True, ranks=self.info.tp_size)
+        return self._ended()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Asks ``/v1/completions`` for ``prompt_logprobs``."""
@@ -220,6 +207,3 @@ class VllmAdapter(Adapter):
         except TargetRejected:
             yield from self._try_finish()
             yield from succeeds(_SHUTDOWN)
-
-    def _updating(self) -> Ack:
-        return Ack(ok=True, state="updating", ranks=self.info.tp_size)
