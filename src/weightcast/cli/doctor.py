@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def doctor(
     urls: options.Urls,
-    engine: options.EngineKind = "auto",
+    engine: options.EngineName = "auto",
     api_key: options.ApiKeys = None,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,

@@ -102,7 +102,7 @@ KeyFile = Annotated[
     ),
 ]
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Engine as http://host:port.", show_default=False)]
-EngineKind = Annotated[
+EngineName = Annotated[
     str,
     typer.Option(
         "--engine",

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from weightcast.config import PauseMode
 from weightcast.errors import visible
+from weightcast.watch.sessions import SessionOutcome
 from weightcast.wire.answers import State
 from weightcast.wire.fields import Count, Digest, Label, Rank, Text, Version, decoded
 from weightcast.wire.layout import MAX_TENSORS, TensorSpec
@@ -148,7 +149,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tuple(rank.device for rank in self.ranks)
 
 
-Outcome = Literal["running", "committed", "aborted", "quarantined", "reverted"]
 _Seconds = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=0)]
 
@@ -168,7 +168,7 @@ class UpdateStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int
-    outcome: Outcome
+    outcome: Literal["running"] | SessionOutcome
     owner: Label = ""
     seconds: _Seconds = 0.0
     ago_s: _Seconds | None = None
