@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, transfers_on
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.shapes import model_shape
@@ -73,8 +73,8 @@ def filled(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return words.random_(-(2**7), 2**7).view(dtype)
 
 
-def whole(tensor: torch.Tensor) -> Piece:
-    return Piece(tensor=tensor, full_shape=tuple(tensor.shape))
+def whole(tensor: torch.Tensor) -> TensorPiece:
+    return TensorPiece(tensor=tensor, full_shape=tuple(tensor.shape))
 
 
 def limits(size_bytes: int, device: torch.device, repeats: int) -> dict[str, float]:
@@ -92,13 +92,15 @@ def limits(size_bytes: int, device: torch.device, repeats: int) -> dict[str, flo
     return found
 
 
-def one_tensor_cases(size_bytes: int, device: torch.device) -> dict[str, Callable[[], list[Piece]]]:
+def one_tensor_cases(size_bytes: int, device: torch.device) -> dict[str, Callable[[], list[TensorPiece]]]:
     """Pieces of about `size_bytes` each, made when asked, so that one is in memory at a time."""
     rows = size_bytes // 8192
 
-    def half_of_columns() -> list[Piece]:
+    def half_of_columns() -> list[TensorPiece]:
         tensor = filled((rows, 8192), torch.bfloat16, device)
-        return [Piece(tensor=tensor[:, 4096:], full_shape=(rows, 8192), box=Box(offset=(0, 4096), shape=(rows, 4096)))]
+        return [
+            TensorPiece(tensor=tensor[:, 4096:], full_shape=(rows, 8192), box=Box(offset=(0, 4096), shape=(rows, 4096)))
+        ]
 
     return {
         "bf16 [rows, 4096]": lambda: [whole(filled((rows, 4096), torch.bfloat16, device))],
@@ -113,7 +115,7 @@ def one_tensor_cases(size_bytes: int, device: torch.device) -> dict[str, Callabl
     }
 
 
-def measure(pieces: list[Piece], device: torch.device, repeats: int) -> dict[str, float]:
+def measure(pieces: list[TensorPiece], device: torch.device, repeats: int) -> dict[str, float]:
     size_bytes = sum(piece.tensor.nbytes for piece in pieces)
     launches = PlacedLaunches(device, len(pieces))
     transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
@@ -196,7 +198,7 @@ def main() -> int:
     result["limits_gb_per_s"] = found = limits(size_bytes, device, repeats)
     cases: dict[str, dict[str, float]] = {}
 
-    def case(name: str, make: Callable[[], list[Piece]]) -> None:
+    def case(name: str, make: Callable[[], list[TensorPiece]]) -> None:
         cases[name] = figures = measure(make(), device, repeats)
         figures["of_read_limit"] = figures["gb_per_s"] / found["read_limit"]
         figures["of_copy"] = figures["gb_per_s"] / found["copy_read_plus_write"]

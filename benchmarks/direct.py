@@ -50,7 +50,7 @@ from weightcast.comm.ports import quiet_port
 from weightcast.config import PauseMode
 from weightcast.exporters.stages import StagesExporter
 from weightcast.lab.bench.machine import facts
-from weightcast.lab.bench.shapes import ModelShape, Place, model_shape
+from weightcast.lab.bench.shapes import ModelShape, ResidentPlace, model_shape
 from weightcast.lab.bench.synthetic import Pattern, key_of, nested
 from weightcast.lab.connect import connect as connect_in_lab
 from weightcast.receiver import WeightReceiver
@@ -105,7 +105,7 @@ class Slices(nn.Module):
             zeros = torch.zeros(kept_size, dtype=torch.bfloat16, device=device)
             self.kept[name.replace(".", "/")] = nn.Parameter(zeros, requires_grad=False)
 
-    def cut(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    def cut(self, place: ResidentPlace, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor."""
         if tensor.dim() == 1:
             return tensor
@@ -321,7 +321,7 @@ class Owners:
         self._taken: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         self._count = 0
 
-    def add(self, place: Place, sharded: nn.Parameter, *, owned_bytes: int) -> None:
+    def add(self, place: ResidentPlace, sharded: nn.Parameter, *, owned_bytes: int) -> None:
         """Takes a tensor in turn; one that is too large stays sharded."""
         meta = torch.empty(place.shape, dtype=torch.bfloat16, device="meta")
         self._whole[place.name] = nn.Parameter(meta, requires_grad=False)

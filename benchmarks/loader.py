@@ -22,7 +22,7 @@ import torch
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.raw import chunks, synchronize
 from weightcast.lab.bench.shapes import model_shape
-from weightcast.lab.bench.synthetic import Engine
+from weightcast.lab.bench.synthetic import SyntheticEngine
 from weightcast.receiver.loader import Loader
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
@@ -55,7 +55,7 @@ def main() -> int:
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(1)
     shape = model_shape(arguments.model)
-    engine = Engine(shape, device)
+    engine = SyntheticEngine(shape, device)
     specs = [TensorSpec(name=place.name, dtype="bfloat16", shape=place.shape) for place in shape.places]
     begin = time.perf_counter()
     loader = Loader(engine, load_weights=engine.load_weights, expected=specs)

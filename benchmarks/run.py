@@ -38,11 +38,11 @@ def measure(case: Case) -> dict[str, Any]:
     from peers.table import peers
 
     from sweep import run_limits
-    from weightcast.lab.bench.case import Plan, run_case
+    from weightcast.lab.bench.case import TurnLimits, run_case
     from weightcast.lab.bench.contenders import ours
 
     assert case.layout is not None
-    plan = Plan(turns=case.turns, warm=case.warm, tries=case.tries, budget_s=case.budget_s)
+    plan = TurnLimits(turns=case.turns, warm=case.warm, tries=case.tries, budget_s=case.budget_s)
     if case.kind == "limits":
         return run_limits(case.layout, say=_say)
     found = ours(case.layout, bucket_bytes=case.bucket_bytes, levels=case.levels, staging=case.staging)

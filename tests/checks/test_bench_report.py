@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.forking import InsteadOfSpawn
 from weightcast.lab.bench import rig
-from weightcast.lab.bench.case import Contender, Plan, run_case
+from weightcast.lab.bench.case import Contender, TurnLimits, run_case
 from weightcast.lab.bench.methods import Layout
 from weightcast.lab.bench.shapes import model_shape
 
@@ -154,7 +154,7 @@ def test_what_the_report_expects_is_what_a_case_gives(tmp_path: Path) -> None:
     from weightcast.lab.bench.contenders import ours
 
     contenders: list[Contender] = [*ours(layout, bucket_bytes=(64 << 10,), levels=("resident",)), naive]
-    real = run_case(layout, contenders, Plan(warm=0, tries=1, turns=1), not_run={"absent": "not installed"})
+    real = run_case(layout, contenders, TurnLimits(warm=0, tries=1, turns=1), not_run={"absent": "not installed"})
     assert real["ok"], real["failed"]
     made = result()
     assert set(made) == set(real)

@@ -14,7 +14,7 @@ from tests.helpers.engines import ENVIRONMENT, Engine, engines
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.lab.conformance import direct, updates
-from weightcast.lab.conformance.engine import EngineUnderTest, Settings
+from weightcast.lab.conformance.engine import ConformanceSettings, EngineUnderTest
 from weightcast.lab.conformance.result import Failed
 
 PROGRAM = "weightcast.lab.conformance.__main__"
@@ -83,7 +83,7 @@ def test_an_engine_whose_answers_never_change_fails(folders: list[Path], tmp_pat
 @pytest.fixture(scope="module")
 def served(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     with engines(folders[0], tmp_path_factory.mktemp("engine"), {"tp": 2}) as (engine,):
-        tested = EngineUnderTest(Target(engine.url), folders, Settings(timeout_s=60.0))
+        tested = EngineUnderTest(Target(engine.url), folders, ConformanceSettings(timeout_s=60.0))
         updates.takes_an_update(tested)
         updates.answers_with_other_weights(tested)
         yield tested

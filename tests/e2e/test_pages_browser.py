@@ -13,7 +13,7 @@ from tests.helpers import browser
 from tests.helpers.harness import connect, next_version, trainer_of
 from weightcast.lab.bench.page import write_page as write_bench_page
 from weightcast.lab.demo.page import write_page as write_demo_page
-from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, TargetRecord
+from weightcast.lab.demo.records import GradedAnswer, ModeRecord, Sample, StepRecord, TargetRecord
 from weightcast.lab.demo.report import DemoReport
 from weightcast.page import write_page
 from weightcast.report import UpdateReport
@@ -113,7 +113,9 @@ def demo_report() -> DemoReport:
         )
 
     samples = [
-        Sample(version=v, question="What is the capital of Norway?", answers=[Answer(text="It is Oslo.", reward=r)])
+        Sample(
+            version=v, question="What is the capital of Norway?", answers=[GradedAnswer(text="It is Oslo.", reward=r)]
+        )
         for v, r in ((0, 0.3), (10, 1.0))
     ]
     modes = [

@@ -23,8 +23,8 @@ from tests.engines.vllm_server import vllm
 from tests.helpers.engines import Engine, engines
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
-from weightcast.lab.conformance.engine import Settings
-from weightcast.lab.conformance.result import Result, Row
+from weightcast.lab.conformance.engine import ConformanceSettings
+from weightcast.lab.conformance.result import ConformanceResult, Row
 from weightcast.lab.conformance.run import conform
 
 CONTEXT = 1024
@@ -112,7 +112,7 @@ def served(kind: Kind, folder: Path, logs: Path) -> Iterator[Engine]:
             yield engine
 
 
-def run(kind: Kind, folder: Path) -> Result:
+def run(kind: Kind, folder: Path) -> ConformanceResult:
     """Starts an engine and runs every check on it.
 
     Args:
@@ -129,7 +129,7 @@ def run(kind: Kind, folder: Path) -> Result:
         return conform(
             target,
             checkpoints,
-            Settings(timeout_s=60.0, transport=kind.via),
+            ConformanceSettings(timeout_s=60.0, transport=kind.via),
             told=_tell,
         )
 
@@ -138,7 +138,7 @@ def _tell(row: Row) -> None:
     print(f"{row.seconds:6.1f} s  {row.outcome}: {row.check}: {row.words}", flush=True)
 
 
-def write(folder: Path, name: str, result: Result) -> None:
+def write(folder: Path, name: str, result: ConformanceResult) -> None:
     """Keeps the result of one engine in a file, from which ``benchmarks/report.py`` makes a row."""
     rows = [{"check": row.check, "outcome": row.outcome, "words": row.words} for row in result.rows]
     text = json.dumps({"title": KINDS[name].title, "rows": rows}, indent=1)

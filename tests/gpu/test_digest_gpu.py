@@ -16,7 +16,7 @@ from weightcast.digest.definition import (
     partial_sums,
     tensor_digest,
 )
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches
 from weightcast.wire.box import Box
 
@@ -52,12 +52,12 @@ SHAPES = (
 
 
 def whole(tensor):
-    return Piece(tensor=tensor, full_shape=tuple(tensor.shape))
+    return TensorPiece(tensor=tensor, full_shape=tuple(tensor.shape))
 
 
 def part(full, box):
     where = tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
-    return Piece(tensor=full[where], full_shape=tuple(full.shape), box=box)
+    return TensorPiece(tensor=full[where], full_shape=tuple(full.shape), box=box)
 
 
 def on_gpu(piece):
@@ -66,7 +66,7 @@ def on_gpu(piece):
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = tensor.as_strided((extent if tensor.numel() else 0,), (1,)).cuda()
     moved = memory.as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor.cuda()
-    return Piece(tensor=moved, full_shape=piece.full_shape, box=piece.box)
+    return TensorPiece(tensor=moved, full_shape=piece.full_shape, box=piece.box)
 
 
 def assert_same(pieces):
@@ -107,12 +107,12 @@ def test_dtypes_mixed_in_one_call():
 def test_boxes(shape, box, dtype):
     full = random_tensor(shape, dtype)
     view = part(full, box)
-    assert_same([view, Piece(tensor=view.tensor.clone(), full_shape=shape, box=box)])
+    assert_same([view, TensorPiece(tensor=view.tensor.clone(), full_shape=shape, box=box)])
 
 
 def test_box_far_into_a_huge_tensor():
     box = Box(offset=(2**32 + 5, 2**33 + 1), shape=(64, 2048))
-    assert_same([Piece(tensor=random_tensor(box.shape, torch.bfloat16), full_shape=(2**33, 2**34), box=box)])
+    assert_same([TensorPiece(tensor=random_tensor(box.shape, torch.bfloat16), full_shape=(2**33, 2**34), box=box)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
@@ -159,7 +159,9 @@ def test_any_pieces(drawn):
         offset = tuple(at % size for at, size in zip(corner, shape, strict=False))
         box = Box(offset=offset, shape=tuple(size - at for size, at in zip(shape, offset, strict=True)))
         piece = part(random_tensor(shape, dtype, seed), box)
-        pieces.append(Piece(tensor=piece.tensor.clone(), full_shape=piece.full_shape, box=box) if copied else piece)
+        pieces.append(
+            TensorPiece(tensor=piece.tensor.clone(), full_shape=piece.full_shape, box=box) if copied else piece
+        )
     assert_same(pieces)
 
 
@@ -245,7 +247,7 @@ def test_more_than_2_31_words():
     assert (
         partial_sums([part(tensor, corner)]).tolist()
         == partial_sums(
-            [Piece(tensor=part(tensor, corner).tensor.cpu(), full_shape=(60_000, 80_000), box=corner)]
+            [TensorPiece(tensor=part(tensor, corner).tensor.cpu(), full_shape=(60_000, 80_000), box=corner)]
         ).tolist()
     )
     tensor[59_999, 79_999] ^= 1
@@ -269,7 +271,7 @@ def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
             made.append(rows)
             parts = memory.view(torch.bfloat16).view(rows, -1).split(rows // 2)
             return [
-                Transfer(piece=Piece(tensor=part, full_shape=tuple(part.shape)), total=number)
+                Transfer(piece=TensorPiece(tensor=part, full_shape=tuple(part.shape)), total=number)
                 for number, part in enumerate(parts)
             ]
 
@@ -278,7 +280,7 @@ def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
 
     def wanted(rows: int) -> list[int]:
         parts = memory.cpu().view(torch.bfloat16).view(rows, -1).split(rows // 2)
-        return partial_sums([Piece(tensor=part, full_shape=tuple(part.shape)) for part in parts]).tolist()
+        return partial_sums([TensorPiece(tensor=part, full_shape=tuple(part.shape)) for part in parts]).tolist()
 
     for rows in (64, 64, 128, 64, 64):
         memory.random_(0, 256)
@@ -302,7 +304,7 @@ def test_slices_that_begin_anywhere_need_no_kernel_of_their_own(monkeypatch):
         source = torch.randn(4000, 700, device=device).to(dtype)
         target = torch.empty_like(source)
         transfer = Transfer(piece=whole(source), target=target, total=0)
-        sums = kernel.Launches([transfer], 1, device).launch()
+        sums = kernel.GpuLaunches([transfer], 1, device).launch()
         assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
         assert torch.equal(sums.cpu(), partial_sums([whole(source.cpu())]))
     assert not compiled

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.needs import needs
-from weightcast.digest.exchange import Exchange
-from weightcast.receiver.staging import Staging
+from weightcast.digest.exchange import MemoryExchange
+from weightcast.receiver.staging import StagingSet
 
 pytestmark = [pytest.mark.gpu, needs(1)]
 
@@ -18,7 +18,7 @@ def test_pairs_of_any_size_and_alignment_are_exchanged_and_nothing_else():
     before = memory.clone()
     spans = [(0, 1 << 20, 40_000), (50_000, 1_500_000, 3), (60_016, 1_600_016, 16), (60_033, 1_700_041, 33_000)]
     spans += [(100_000, 2_000_000, 1 << 14), (150_001, 2_100_001, 1), (200_000, 2_200_000, 700_000)]
-    exchange = Exchange([(memory[a : a + size], memory[b : b + size]) for a, b, size in spans])
+    exchange = MemoryExchange([(memory[a : a + size], memory[b : b + size]) for a, b, size in spans])
     wanted = before.clone()
     for a, b, size in spans:
         wanted[a : a + size], wanted[b : b + size] = before[b : b + size], before[a : a + size]
@@ -35,7 +35,7 @@ def test_a_flip_of_small_and_large_parameters_and_its_undo():
     torch.manual_seed(0)
     shapes = {f"norm.{number}": (number % 7 + 1, 33) for number in range(1000)} | {"large": (1024, 2048)}
     live = {name: torch.randn(shape, device="cuda").to(torch.bfloat16) for name, shape in shapes.items()}
-    stage = Staging(live, "device")
+    stage = StagingSet(live, "device")
     assert set(stage._others) == {"large"}
     for _ in range(3):
         old = {name: tensor.clone() for name, tensor in live.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.replayed import SHAPE, SPECS, update
-from weightcast.lab.bench.synthetic import Engine, Pattern
+from weightcast.lab.bench.synthetic import Pattern, SyntheticEngine
 from weightcast.receiver.loader import Loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("place", ["device", "host", "none"])
 def test_random_bits_arrive_as_they_are(place: str) -> None:
     device = torch.device("cuda", 0)
-    engine = Engine(SHAPE, device)
+    engine = SyntheticEngine(SHAPE, device)
     loader = Loader(engine, load_weights=engine.load_weights, expected=SPECS)
     loader.stage(place)  # type: ignore[arg-type]
     for version in (1, 2, 3):

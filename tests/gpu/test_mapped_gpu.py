@@ -10,8 +10,8 @@ import torch
 
 from tests.gpu.needs import needs
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer
-from weightcast.receiver.staging import Staging
+from weightcast.digest.pieces import TensorPiece, Transfer
+from weightcast.receiver.staging import StagingSet
 
 pytestmark = [pytest.mark.gpu, needs(1)]
 
@@ -37,7 +37,7 @@ def same(live: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(live[name], tensor) for name, tensor in wanted.items())
 
 
-def write(stage: Staging, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def write(stage: StagingSet, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     new = {name: torch.randn_like(tensor) for name, tensor in live.items()}
     for name, tensor in new.items():
         stage.target(name).copy_(tensor)
@@ -46,7 +46,7 @@ def write(stage: Staging, live: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def test_a_captured_graph_reads_what_a_flip_maps(live):
     view = live["layer.3"][2:5]  # stays where it is, so its contents are exchanged
-    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    stage = StagingSet(live, "device", keep_storage=True, may_move=True)
     assert stage.mapped_bytes > sum(tensor.nbytes for name, tensor in live.items() if name != "layer.3")
     addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
     read = {name: torch.empty_like(tensor) for name, tensor in live.items()}
@@ -77,7 +77,7 @@ def test_the_second_copies_take_as_much_memory_as_the_first_and_give_it_back(liv
     size_bytes = sum(tensor.nbytes for tensor in live.values())
     torch.cuda.empty_cache()
     before, _ = torch.cuda.mem_get_info()
-    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    stage = StagingSet(live, "device", keep_storage=True, may_move=True)
     after, _ = torch.cuda.mem_get_info()
     assert before - after < size_bytes + (64 << 20)
     stage.free()
@@ -100,7 +100,7 @@ def test_the_second_copies_take_as_much_memory_as_the_first_and_give_it_back(liv
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_captured_graph_reads_weights_that_have_slept_without_memory(live, stored):
     size_bytes = sum(tensor.nbytes for tensor in live.values())
-    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    stage = StagingSet(live, "device", keep_storage=True, may_move=True)
     read = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -133,7 +133,7 @@ def test_a_captured_graph_reads_weights_that_have_slept_without_memory(live, sto
 
 
 def test_contents_that_another_stream_has_written_are_mapped_whole(live):
-    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    stage = StagingSet(live, "device", keep_storage=True, may_move=True)
     side = torch.cuda.Stream()
     for value in (1.0, 2.0, 3.0):
         with torch.cuda.stream(side):
@@ -152,7 +152,7 @@ def test_more_than_is_free_is_refused_before_anything_moves(live):
     addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
     try:
         with pytest.raises(torch.OutOfMemoryError, match="bytes of cuda:0 were asked for"):
-            Staging(live | {"too large": large}, "device", keep_storage=True, may_move=True)
+            StagingSet(live | {"too large": large}, "device", keep_storage=True, may_move=True)
     finally:
         del large
         torch.cuda.empty_cache()
@@ -163,20 +163,20 @@ def test_more_than_is_free_is_refused_before_anything_moves(live):
 @needs(2)
 @pytest.mark.parametrize("far", [True, False])
 def test_what_comes_from_another_gpu_is_mapped_whole(live, far):
-    from weightcast.digest.kernel import Launches  # which needs Triton
+    from weightcast.digest.kernel import GpuLaunches  # which needs Triton
 
     for one, other in ((0, 1), (1, 0)):  # torch lets the GPUs reach each other's memory from then on
         torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
-    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    stage = StagingSet(live, "device", keep_storage=True, may_move=True)
     sources = {name: torch.randn_like(tensor, device="cuda:1") for name, tensor in live.items()}
-    pieces = [Piece(tensor=tensor, full_shape=tuple(tensor.shape)) for tensor in sources.values()]
+    pieces = [TensorPiece(tensor=tensor, full_shape=tuple(tensor.shape)) for tensor in sources.values()]
     transfers = [
         Transfer(piece=piece, target=stage.target(name), total=number, far=far)
         for number, (name, piece) in enumerate(zip(sources, pieces, strict=True))
     ]
     torch.cuda.synchronize(1)
     with torch.cuda.stream(torch.cuda.Stream()):
-        launches = Launches(transfers, len(transfers), torch.device("cuda", 0))
+        launches = GpuLaunches(transfers, len(transfers), torch.device("cuda", 0))
         for _ in range(3):
             for tensor in sources.values():
                 tensor.normal_()

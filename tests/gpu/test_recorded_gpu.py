@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightcast.runtime.recorded_launches import Recorder, side_by_side
+from weightcast.runtime.recorded_launches import LaunchRecorder, side_by_side
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ def test_recorded_work_is_done_with_the_values_that_are_there() -> None:
             target[row : row + 3] = source[row : row + 3] / source[row : row + 3].abs().amax()
 
     work()
-    found = Recorder(DEVICE).record(work, [source, target])
+    found = LaunchRecorder(DEVICE).record(work, [source, target])
     assert found is not None
     for seed in range(3):
         source.copy_(torch.randn(300, 40, generator=torch.Generator().manual_seed(seed)))
@@ -40,7 +40,7 @@ def test_recorded_work_is_done_with_the_values_that_are_there() -> None:
 
 def test_work_that_looks_at_values_is_not_recorded_and_torch_works_on() -> None:
     source, target = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
-    record = Recorder(DEVICE).record
+    record = LaunchRecorder(DEVICE).record
     for look in (lambda: float(source.amax()), lambda: torch.tensor([1.0], device="cuda")):
         assert record(lambda look=look: target.copy_(source * look()), [source, target]) is None
     assert record(lambda: target.copy_(source * 3), [source, target]) is not None
@@ -51,7 +51,7 @@ def test_work_that_looks_at_values_is_not_recorded_and_torch_works_on() -> None:
 def test_recordings_share_what_they_allocate() -> None:
     source = torch.randn(16 << 20, device="cuda")
     targets = [torch.zeros_like(source) for _ in range(4)]
-    record = Recorder(DEVICE).record
+    record = LaunchRecorder(DEVICE).record
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     found = [
@@ -70,7 +70,7 @@ def test_recordings_share_what_they_allocate() -> None:
 def test_recordings_side_by_side_begin_after_what_was_before_and_end_before_what_follows() -> None:
     sources = [torch.randn(1 << 20, device="cuda") for _ in range(6)]
     targets = [torch.zeros_like(source) for source in sources]
-    recorders = [Recorder(DEVICE) for _ in range(3)]
+    recorders = [LaunchRecorder(DEVICE) for _ in range(3)]
 
     def many(source: torch.Tensor, target: torch.Tensor) -> None:
         for row in range(0, 1 << 20, 1 << 14):

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.needs import needs
 from weightcast.comm.cuda_driver import as_tensor
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, prepare_kernels
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.wire.answers import RankAck
@@ -73,7 +73,9 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
     torch.empty(1, dtype=torch.uint8, device=DEVICE).copy_(there[:1]).to(OTHER)  # torch lets the GPUs reach each other
     source = as_tensor(there.data_ptr(), size_bytes, DEVICE, OTHER).view(torch.int16).view(-1, 4096)
     target = torch.zeros_like(source)
-    transfers = [Transfer(piece=Piece(tensor=source, full_shape=tuple(source.shape)), target=target, total=0, far=True)]
+    transfers = [
+        Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target, total=0, far=True)
+    ]
     launches = PlacedLaunches(DEVICE, 1)
     matrix = torch.randn(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
 

@@ -8,10 +8,10 @@ import torch
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
 from weightcast.digest import far_copies
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, prepare_kernels
 from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_what_cannot_be_one_launch():
     assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros_like(tensor, dtype=torch.float32)))
     assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros(128, 64, device=DEVICE).bfloat16().t()))
     assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros(64, 128, dtype=torch.bfloat16)))
-    assert can_transfer(Transfer(piece=Piece(tensor=tensor[3:9], full_shape=(6, 128)), target=tensor[20:26]))
+    assert can_transfer(Transfer(piece=TensorPiece(tensor=tensor[3:9], full_shape=(6, 128)), target=tensor[20:26]))
 
 
 def test_nothing_is_compiled_after_the_kernels_were_prepared():
@@ -149,13 +149,13 @@ def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
     monkeypatch.setattr(kernel, "_PACED_TILES", 3)
     source = torch.randn(2500, 1027, device="cuda").to(torch.bfloat16)
     target = torch.zeros_like(source)
-    piece = Piece(tensor=source, full_shape=tuple(source.shape))
+    piece = TensorPiece(tensor=source, full_shape=tuple(source.shape))
     transfers = [Transfer(piece=piece, target=target, total=0)]
     wanted = partial_sums([piece])
-    launches = kernel.Launches(transfers, 1, source.device)
+    launches = kernel.GpuLaunches(transfers, 1, source.device)
     turns: list[bool] = []
 
-    class Turns(Steps):
+    class Turns(StepCounter):
         """A step begins when it gets its turn."""
 
         def generates(self) -> bool:

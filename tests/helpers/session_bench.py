@@ -16,7 +16,7 @@ from weightcast.errors import EngineFailure
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
-from weightcast.receiver.staging import Place
+from weightcast.receiver.staging import StagingPlace
 from weightcast.watch.sessions import SessionWatcher
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.engine_info import RankInfo
@@ -90,7 +90,7 @@ class Bench:
     def __init__(
         self,
         *,
-        staging: Place = "device",
+        staging: StagingPlace = "device",
         tp_size: int = 1,
         keep_storage: bool = False,
         watchers: Sequence[SessionWatcher] = (),

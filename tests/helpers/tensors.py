@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from weightcast.digest.coefficients import SEED_A, SEED_B, splitmix64
-from weightcast.digest.pieces import Piece
+from weightcast.digest.pieces import TensorPiece
 
 DTYPES = (
     torch.bfloat16,
@@ -47,7 +47,7 @@ def sum_by_definition(tensor):
 
 
 def whole(tensor):
-    return Piece(tensor=tensor, full_shape=tuple(tensor.shape))
+    return TensorPiece(tensor=tensor, full_shape=tuple(tensor.shape))
 
 
 @st.composite

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 32.00 MiB"
 
@@ -63,7 +63,7 @@ class Cut(dict[str, torch.Tensor]):
             yield item
 
 
-def tear(staging: Staging, *, after: int, times: int = 1) -> Cut:
+def tear(staging: StagingSet, *, after: int, times: int = 1) -> Cut:
     """Let a flip fail when so many parameters have been exchanged.  With ``times=2`` the undo fails too."""
     staging._others = cut = Cut(staging._others, after=after, times=times)
     return cut

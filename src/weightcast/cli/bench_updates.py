@@ -61,7 +61,7 @@ def updates(
     try:
         import torch
 
-        from weightcast.lab.bench.case import Plan, run_case
+        from weightcast.lab.bench.case import TurnLimits, run_case
         from weightcast.lab.bench.contenders import ours
         from weightcast.lab.bench.page import write_page
     except ModuleNotFoundError as error:
@@ -83,7 +83,7 @@ def updates(
             continue
         who = f"{count_of(layout.trainers, 'trainer')}, {count_of(layout.engines, 'engine')}"
         note(f"{layout.placement}: {who}, {layout.model}, {count_of(turns, 'timed update')} of each method")
-        results.append(run_case(layout, ours(layout, bucket_bytes=sizes), Plan(turns=turns), say=note))
+        results.append(run_case(layout, ours(layout, bucket_bytes=sizes), TurnLimits(turns=turns), say=note))
     if as_json:
         say_json(results)
     else:

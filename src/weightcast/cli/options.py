@@ -6,13 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Final, cast, get_args, get_type_hints
 
 import typer
 
-from weightcast.config import ENGINE_KINDS, GONE, AdvancedOptions, Target, check_names
+from weightcast.config import GONE, AdvancedOptions, Target, check_names
 from weightcast.errors import ConfigError
-from weightcast.runtime.entry_points import ENGINES, names_in
 
 SUCCESS: Final = 0
 FAILURE: Final = 1
@@ -41,13 +40,6 @@ HtmlFile = Annotated[
 ]
 JSON_KEY = "weightcast.as_json"
 STACK_KEY = "weightcast.traceback"
-
-
-def name_engine_kinds(parameters: Sequence[Any]) -> None:
-    """Adds other packages' kinds of engine to the help of ``--engine``.  Imports none of them."""
-    for parameter in parameters:
-        if parameter.name == "engine":
-            parameter.metavar = "|".join((parameter.metavar, *names_in(ENGINES)))
 
 
 def _remember(context: typer.Context, option: typer.CallbackParam, value: bool) -> bool:
@@ -102,11 +94,11 @@ KeyFile = Annotated[
     ),
 ]
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Engine as http://host:port.", show_default=False)]
-EngineName = Annotated[
+EngineKind = Annotated[
     str,
     typer.Option(
         "--engine",
-        metavar="|".join(("auto", *ENGINE_KINDS)),
+        metavar="auto|native|sglang|lmdeploy|vllm",
         help="Kind of the engines; auto asks each one. Name a kind to use that engine's own weight routes.",
     ),
 ]

@@ -62,7 +62,7 @@ class RemoteReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._session: _Session | None = None
+        self._session: _ReadSession | None = None
 
     @property
     def prepared(self) -> int:
@@ -79,7 +79,7 @@ class RemoteReader:
         There is at most one pull for each key.  It raises Refused if it was interrupted, and RemoteReadFailed if NIXL
         is missing or failed, the owner cannot be reached, or the deadline has passed.
         """
-        session = self._session = self._session or _Session(self._device)
+        session = self._session = self._session or _ReadSession(self._device)
         task = _Task()
         carry_out = on_stream_of_caller(self._device, lambda: session.carry_out(pulls, size_bytes, task))
         blocking_threads.start(carry_out, name="weightcast-rdma", give_up=task.abandoned.set)
@@ -118,7 +118,7 @@ class _Task:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _PreparedRead:
     """A read that can be repeated; the two lists live as long as it does."""
 
     pull: Pull
@@ -126,7 +126,7 @@ class _Prepared:
     lists: tuple[Any, Any]
 
 
-class _Session:
+class _ReadSession:
     """One NIXL agent with its memory.  Only one thread at a time uses it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class _Session:
         self._agent: Any = None
         self._registered: Any = None
         self._peers: dict[str, RemoteMemory] = {}
-        self._prepared: dict[Hashable, _Prepared] = {}
+        self._prepared: dict[Hashable, _PreparedRead] = {}
         self._under_way: list[Any] = []
 
     def carry_out(self, pulls: Sequence[Pull], size_bytes: int, task: _Task) -> None:
@@ -223,7 +223,7 @@ class _Session:
         task.doing = "reading from " + ", ".join(dict.fromkeys(pull.memory.owner for pull in pulls))
         self._wait(task)
 
-    def _prepare(self, pull: Pull) -> _Prepared:
+    def _prepare(self, pull: Pull) -> _PreparedRead:
         here, there = self.data.data_ptr(), pull.memory.address + pull.memory.first_byte
         mine, theirs = self.data.get_device() if self.data.is_cuda else None, pull.memory.gpu
         local = [(here + first, runs.size_bytes, mine or 0, runs.size_bytes, runs.number) for first, runs in pull.runs]
@@ -236,7 +236,7 @@ class _Session:
             self._agent.prep_xfer_dlist(pull.memory.agent, _table(remote), _kind_of(theirs)),
         )
         every = torch.arange(sum(runs.number for _, runs in pull.runs), dtype=torch.int32).numpy()
-        return _Prepared(pull, self._agent.make_prepped_xfer("READ", lists[0], every, lists[1], every), lists)
+        return _PreparedRead(pull, self._agent.make_prepped_xfer("READ", lists[0], every, lists[1], every), lists)
 
     def _post(self, transfer: Any) -> None:
         self._under_way.append(transfer)
@@ -288,7 +288,7 @@ def _check(state: str) -> None:
         raise RemoteReadFailed(f"NIXL says {state}")
 
 
-def _release(one: _Prepared) -> None:
+def _release(one: _PreparedRead) -> None:
     one.transfer.release()
     for prepared in one.lists:
         prepared.release()

@@ -112,7 +112,7 @@ class NcclTensors:
         self._device = device
         self._rank = rank
         self._world_size = world_size
-        self._launch: _Launch | None = None
+        self._launch: _NcclCall | None = None
 
     def connect(self) -> None:
         """Runs a first collective: the first operation of an NCCL group must be one that every rank takes part in."""
@@ -173,7 +173,7 @@ class NcclTensors:
                     one.wait()  # the stream waits, the host does not
                 done.record(stream)
 
-        at_work = self._launch = _Launch(work)
+        at_work = self._launch = _NcclCall(work)
         while not (at_work.launched and done.query()):
             self._failure.check()  # another thread may have aborted the group
             if time.monotonic() > deadline:
@@ -184,7 +184,7 @@ class NcclTensors:
         self._launch = None  # it holds the buffers
 
 
-class _Launch:
+class _NcclCall:
     """Runs a function on a thread that may be left behind, and keeps its error."""
 
     def __init__(self, work: Callable[[], None]) -> None:

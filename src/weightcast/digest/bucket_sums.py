@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from weightcast.digest.definition import key_of, partial_sums
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.table import Absent, DigestTable
 from weightcast.digest.templates import NOWHERE, Placed, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, worth_launch
@@ -27,11 +27,11 @@ def sums_of_slots(bucket: Bucket) -> torch.Tensor:
     return partial_sums(_pieces_of(bucket))
 
 
-def _pieces_of(bucket: Bucket) -> list[Piece]:
+def _pieces_of(bucket: Bucket) -> list[TensorPiece]:
     return [piece_of(slot, view, slot.first_row) for slot, view in bucket.views()]
 
 
-def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
+def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> TensorPiece:
     """Some rows of a slot's tensor, as a piece of the whole tensor.
 
     ``tensor`` has the shape ``(rows, *rest)``, or is all of a tensor without dimensions.  ``first_row`` counts in the
@@ -39,7 +39,7 @@ def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
     """
     shape = slot.spec.shape
     box = Box(offset=(first_row, *(0 for _ in shape[1:])), shape=tuple(tensor.shape)) if shape else None
-    return Piece(tensor=tensor, full_shape=shape, box=box)
+    return TensorPiece(tensor=tensor, full_shape=shape, box=box)
 
 
 class Totals:

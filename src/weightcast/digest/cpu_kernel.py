@@ -254,7 +254,7 @@ def _large(address, stride, rows, num, wide, like):
 
 
 def _run_tiles(jobs, tiles, tile_cols, like, out, summed, looks):
-    """Carries out some tiles: rows of `Plan.tiles`, of `tile_cols` columns.
+    """Carries out some tiles: rows of `TransferPlan.tiles`, of `tile_cols` columns.
 
     `like` is an array whose dtype is that of a word, int8 or int16; `out` takes the sums, int64 `[count]`.
     With `looks` it has one more place, for the number of tiles that were summed and are `_large`; words of 8 bits are.

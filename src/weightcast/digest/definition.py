@@ -32,14 +32,14 @@ import torch
 from weightcast.digest import on_cpu
 from weightcast.digest.coefficients import MASK, SPAN, A, B, signed, splitmix64, splitmix64_
 from weightcast.digest.copies import host_bytes
-from weightcast.digest.pieces import Grid, Piece, check_piece, grid_of, merge_levels
+from weightcast.digest.pieces import Grid, TensorPiece, check_piece, grid_of, merge_levels
 
 # Words converted to int64 at a time on the CPU: 2 MiB, the only memory beside the coefficients.
 _BLOCK_WORDS = 1 << 18
 _HEX = re.compile(r"[0-9a-f]+")
 
 
-def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
+def partial_sums(pieces: Sequence[TensorPiece]) -> torch.Tensor:
     """The sums S of some pieces: int64 `[len(pieces)]` on the pieces' device, to be read mod 2**64.
 
     On CUDA the work is queued on the current stream and the host does not wait. A CUDA piece whose rows are not runs
@@ -68,7 +68,7 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
     return _sums_by_torch(pieces)
 
 
-def _sums_by_torch(pieces: Sequence[Piece]) -> torch.Tensor:
+def _sums_by_torch(pieces: Sequence[TensorPiece]) -> torch.Tensor:
     """As `partial_sums`, for checked pieces on the CPU, with the means of torch."""
     sums = torch.zeros(len(pieces), dtype=torch.int64)
     words = max(piece.tensor.numel() * max(1, piece.tensor.itemsize // 2) for piece in pieces)
@@ -111,7 +111,7 @@ def finish_all(totals: torch.Tensor, keys: torch.Tensor) -> str:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The digest of a whole tensor: `partial_sums`, also its errors, and `finish`. Waits for the device."""
-    sums = partial_sums([Piece(tensor=tensor, full_shape=tuple(tensor.shape))])
+    sums = partial_sums([TensorPiece(tensor=tensor, full_shape=tuple(tensor.shape))])
     return finish(as_unsigned(int(sums.item())), dtype=tensor.dtype, shape=tensor.shape)
 
 

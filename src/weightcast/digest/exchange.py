@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 
-class Exchange:
+class MemoryExchange:
     """Pairs of memory that change contents again and again, as long as all stays in place.  It keeps none alive."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from weightcast.digest.pieces import Grid, Piece, Transfer, grid_of, merge_levels, words_of
+from weightcast.digest.pieces import Grid, TensorPiece, Transfer, grid_of, merge_levels, words_of
 
 # A tile of two warps: 16 bytes of a bf16 row per thread, eight rows at once. Of the sizes tried on an H200 this one
 # copies fastest, and none sums faster.
@@ -30,7 +30,7 @@ CPU_WORDS = 1 << 18
 NARROW, WIDE, ALIGNED = 0, 1, 2
 
 
-class Tiling(NamedTuple):
+class TransferTiling(NamedTuple):
     """How jobs are cut into tiles: columns of a tile, and its rows, given the columns of its job."""
 
     cols: int
@@ -45,12 +45,12 @@ def _rows_on_cpu(cols: int) -> int:
     return max(4, CPU_WORDS // min(cols, CPU_COLS))
 
 
-GPU_TILING = Tiling(COLS, _rows_on_gpu)
-CPU_TILING = Tiling(CPU_COLS, _rows_on_cpu)
+GPU_TILING = TransferTiling(COLS, _rows_on_gpu)
+CPU_TILING = TransferTiling(CPU_COLS, _rows_on_cpu)
 
 
-class Job(NamedTuple):
-    """A row of `Plan.jobs`. Rows, columns and strides are in words; the kernel reads the fields by their places.
+class TransferJob(NamedTuple):
+    """A row of `TransferPlan.jobs`. Rows, columns and strides are in words; the kernel reads fields by their places.
 
     `address`: of the first word. `row_stride`: between rows in memory. `first_row`, `first_column`: in the full tensor.
     `run`, `run_stride`: its columns are runs of so many of the full tensor's, so far apart. `total`: the sum that it
@@ -74,8 +74,8 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The tables that a launch reads: `jobs` int64 `[jobs, fields of Job]`, `tiles` int32 `[tiles, 2]`.
+class TransferPlan:
+    """The tables that a launch reads: `jobs` int64 `[jobs, fields of TransferJob]`, `tiles` int32 `[tiles, 2]`.
 
     A row of `tiles` is a job and a tile of it. A word has 1 or 2 bytes. `copies` is false if no job has a target.
     """
@@ -85,7 +85,7 @@ class Plan:
     jobs: torch.Tensor
     tiles: torch.Tensor
 
-    def to(self, device: torch.device) -> Plan:
+    def to(self, device: torch.device) -> TransferPlan:
         """A copy on `device`, queued on its current stream through pinned memory, so that the host does not wait."""
         jobs, tiles = (part.pin_memory().to(device, non_blocking=True) for part in (self.jobs, self.tiles))
         return replace(self, jobs=jobs, tiles=tiles)
@@ -107,9 +107,9 @@ def is_rows_of_runs(words: torch.Tensor) -> bool:
     return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
 
 
-def plans_of(grids: Sequence[Grid]) -> list[Plan]:
+def plans_of(grids: Sequence[Grid]) -> list[TransferPlan]:
     """The work of a GPU on some grids of `rows_of_runs`, as tables on the CPU: one plan for each word size."""
-    plans: list[Plan] = []
+    plans: list[TransferPlan] = []
     for word_bytes in (1, 2):
         jobs = [
             job
@@ -122,9 +122,9 @@ def plans_of(grids: Sequence[Grid]) -> list[Plan]:
     return plans
 
 
-def plans_of_transfers(transfers: Sequence[Transfer], tiling: Tiling = GPU_TILING) -> list[Plan]:
+def plans_of_transfers(transfers: Sequence[Transfer], tiling: TransferTiling = GPU_TILING) -> list[TransferPlan]:
     """The work on some transfers for which `can_transfer` is true, likewise."""
-    jobs: dict[int, list[Job]] = {1: [], 2: []}
+    jobs: dict[int, list[TransferJob]] = {1: [], 2: []}
     for transfer in transfers:
         tensor = transfer.piece.tensor
         if tensor.numel():
@@ -133,13 +133,13 @@ def plans_of_transfers(transfers: Sequence[Transfer], tiling: Tiling = GPU_TILIN
     return [plan_of(some, word_bytes, tiling) for word_bytes, some in jobs.items() if some]
 
 
-def plan_of(jobs: Sequence[Job], word_bytes: int, tiling: Tiling) -> Plan:
+def plan_of(jobs: Sequence[TransferJob], word_bytes: int, tiling: TransferTiling) -> TransferPlan:
     """The tables of some jobs with words of one size."""
     table = torch.tensor(jobs, dtype=torch.int64)
-    rows, cols, tile_rows = (table[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
+    rows, cols, tile_rows = (table[:, TransferJob._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
     counts = (rows + tile_rows - 1) // tile_rows * ((cols + tiling.cols - 1) // tiling.cols)
     copies = any(job.goal for job in jobs)
-    return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=numbered_tiles(counts))
+    return TransferPlan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=numbered_tiles(counts))
 
 
 def numbered_tiles(counts: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,9 @@ def numbered_tiles(counts: torch.Tensor) -> torch.Tensor:
     return torch.stack([things, tiles - firsts[things]], dim=1).to(torch.int32)
 
 
-def jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
+def jobs_of(
+    piece: TensorPiece, index: int, target: torch.Tensor | None, tiling: TransferTiling
+) -> Iterator[TransferJob]:
     """The jobs of a piece that adds to sum `index`, -1 for none, and is copied to `target`, if there is one.
 
     Most pieces are whole rows in one run, and there may be very many: those take a shorter way.
@@ -171,7 +173,7 @@ def jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tilin
     unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
     first_row = box.offset[0] if box is not None else 0
     goal_stride = cols if goal else 0
-    yield Job(
+    yield TransferJob(
         address=tensor.data_ptr(),
         rows=rows,
         cols=cols,
@@ -188,8 +190,8 @@ def jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tilin
     )
 
 
-def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
-    """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
+def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: TransferTiling) -> Iterator[TransferJob]:
+    """One row of `TransferPlan.jobs` for every part of a grid whose columns are evenly spaced runs of full columns."""
     words, word_bytes = grid.words, grid.words.itemsize
     levels = merge_levels(words.shape[1:], grid.column_strides)
     run = levels.pop()[0] if levels and levels[-1][1] == 1 else 1
@@ -203,7 +205,7 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: Tiling) -
         strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
         unaligned = (address | goal_address | cols * word_bytes | strides) % 16
         column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
-        yield Job(
+        yield TransferJob(
             address=address,
             rows=rows,
             cols=cols,
@@ -221,16 +223,16 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: Tiling) -
 
 
 def _kind(cols: int, unaligned: int) -> int:
-    """`Job.kind`; `unaligned` is not 0 if a row on either side starts beside 16 bytes."""
+    """`TransferJob.kind`; `unaligned` is not 0 if a row on either side starts beside 16 bytes."""
     if cols < NARROW_COLS:
         return NARROW
     return WIDE if unaligned else ALIGNED
 
 
 def kinds_of(jobs: torch.Tensor, word_bytes: int) -> torch.Tensor:
-    """`Job.kind` of each row of a `Plan.jobs` whose other fields are right: int64 `[jobs]`."""
+    """`TransferJob.kind` of each row of a `TransferPlan.jobs` whose other fields are right: int64 `[jobs]`."""
     names = "address", "goal", "rows", "cols", "row_stride", "goal_stride"
-    address, goal, rows, cols, row_stride, goal_stride = (jobs[:, Job._fields.index(name)] for name in names)
+    address, goal, rows, cols, row_stride, goal_stride = (jobs[:, TransferJob._fields.index(name)] for name in names)
     strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
     unaligned = (address | goal | cols * word_bytes | strides) % 16
     kinds = torch.where(unaligned != 0, WIDE, ALIGNED)

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """The sums of `weightcast.digest.definition` on CUDA, and copies with sums: one Triton launch for any number of pieces.
 
-The host works out jobs and tiles (`weightcast.digest.jobs`), two small device tensors. `Launches` keeps them, so that
-digesting memory that stays where it is costs a launch and no copy.
+The host works out jobs and tiles (`weightcast.digest.jobs`), two small device tensors. `GpuLaunches` keeps them, so
+that digesting memory that stays where it is costs a launch and no copy.
 
 A program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
 multiply-adds; A(r) is computed once per row, B(c) once per column when the rows are done. No coefficients are read
@@ -22,10 +22,19 @@ import triton
 import triton.language as tl
 
 from weightcast.digest.coefficients import GOLDEN, MIX_1, MIX_2, SEED_A, SEED_B
-from weightcast.digest.exchange import Exchange
+from weightcast.digest.exchange import MemoryExchange
 from weightcast.digest.far_copies import FarCopies, FarCopy, far_copy
-from weightcast.digest.jobs import ALIGNED, COLS, NARROW, Job, Plan, plans_of, plans_of_transfers, rows_of_runs
-from weightcast.digest.pieces import Piece, Transfer, grid_of
+from weightcast.digest.jobs import (
+    ALIGNED,
+    COLS,
+    NARROW,
+    TransferJob,
+    TransferPlan,
+    plans_of,
+    plans_of_transfers,
+    rows_of_runs,
+)
+from weightcast.digest.pieces import TensorPiece, Transfer, grid_of
 from weightcast.digest.templates import Placed
 from weightcast.runtime.pace import slices
 
@@ -40,11 +49,11 @@ _NUM_WARPS = 2
 _MAX_REGISTERS = 128
 # 8 GiB in tiles of full size: an H100 copies them in 5.5 ms.
 _PACED_TILES = 1 << 17
-_FIELDS = tl.constexpr(len(Job._fields))
+_FIELDS = tl.constexpr(len(TransferJob._fields))
 _NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
 
-def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
+def partial_sums(pieces: Sequence[TensorPiece]) -> torch.Tensor:
     """As `weightcast.digest.definition.partial_sums`, for checked pieces that all lie on one CUDA device."""
     device = pieces[0].tensor.device
     with torch.cuda.device(device):
@@ -53,7 +62,7 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
         return _sums(plans, len(pieces), device)
 
 
-def _sums(plans: Sequence[Plan], count: int, device: torch.device) -> torch.Tensor:
+def _sums(plans: Sequence[TransferPlan], count: int, device: torch.device) -> torch.Tensor:
     with torch.cuda.device(device):
         out = torch.zeros(count, dtype=torch.int64, device=device)
         for plan in plans:
@@ -61,7 +70,7 @@ def _sums(plans: Sequence[Plan], count: int, device: torch.device) -> torch.Tens
         return out
 
 
-class Launches:
+class GpuLaunches:
     """Copies with sums that can be launched again and again, as long as all memory stays where it is."""
 
     def __init__(self, transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> None:
@@ -104,14 +113,14 @@ def compile_all(device: torch.device) -> None:
     """Compile every variant of the kernel for a CUDA device, or load it from Triton's cache on disk."""
     for dtype in (torch.int8, torch.int16):
         words = torch.zeros(64, dtype=dtype, device=device)
-        piece = Piece(tensor=words, full_shape=tuple(words.shape))
+        piece = TensorPiece(tensor=words, full_shape=tuple(words.shape))
         for target in (None, torch.empty_like(words)):
-            Launches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
+            GpuLaunches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
     one, other = torch.zeros(2, 16, dtype=torch.uint8, device=device)
-    Exchange([(one, other)]).run()
+    MemoryExchange([(one, other)]).run()
 
 
-def launch(plan: Plan, out: torch.Tensor) -> None:
+def launch(plan: TransferPlan, out: torch.Tensor) -> None:
     """Add the plan's sums to `out`, int64, on the current stream of the current device."""
     for part in slices(len(plan.tiles), _PACED_TILES):
         tiles = plan.tiles[part]
@@ -276,7 +285,7 @@ def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES:
     program = tl.program_id(0)
     tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
     job = jobs + tl.load(tiles + 2 * program) * _FIELDS
-    address = tl.load(job)  # the fields of Job, in order
+    address = tl.load(job)  # the fields of TransferJob, in order
     rows = tl.load(job + 1)
     cols = tl.load(job + 2)
     row_stride = tl.load(job + 3)

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weightcast.digest.coefficients import A, B
-from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, is_rows_of_runs, plans_of_transfers
-from weightcast.digest.pieces import Piece, Transfer, words_of
+from weightcast.digest.jobs import CPU_COLS, CPU_TILING, TransferJob, TransferPlan, is_rows_of_runs, plans_of_transfers
+from weightcast.digest.pieces import TensorPiece, Transfer, words_of
 from weightcast.digest.templates import Placed
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def prepare(size_bytes: int) -> None:
         available()
 
 
-class Launches:
+class CpuLaunches:
     """Copies with sums that can run again, as long as all memory stays where it is.  It keeps no memory alive.
 
     `small` is true if the last launch looked at what it summed, and if no word of it, of 16 bits, has all bits of
@@ -54,7 +54,7 @@ class Launches:
         self._count, self._looks = count, looks
         placed = isinstance(transfers, Placed)
         plans = transfers.plans() if placed else plans_of_transfers(transfers, CPU_TILING)
-        self._parts = [_Part(plan) for plan in plans]
+        self._parts = [_CpuTables(plan) for plan in plans]
 
     def launch(self, *, summed: bool = True) -> torch.Tensor:
         """Copies, and sums if `summed`; done when it returns the sums, int64 `[count]`, to be read mod 2**64."""
@@ -68,7 +68,7 @@ class Launches:
         return out[: self._count]
 
 
-def takes(piece: Piece) -> bool:
+def takes(piece: TensorPiece) -> bool:
     """True for a checked piece on the CPU that `sums_of` can sum: rows of adjacent bytes, as they lie."""
     tensor = piece.tensor
     if tensor.is_conj() or tensor.is_neg():
@@ -81,19 +81,21 @@ def worth_it(size_bytes: int) -> bool:
     return available() if size_bytes >= _BYTES_OF_A_START else _found is not None and _found[0] is not None
 
 
-def sums_of(pieces: Sequence[Piece]) -> Launches:
+def sums_of(pieces: Sequence[TensorPiece]) -> CpuLaunches:
     """The sums of some pieces, one for each, for which `takes` is true."""
-    return Launches([Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)], len(pieces))
+    return CpuLaunches([Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)], len(pieces))
 
 
-class _Part:
+class _CpuTables:
     """The tables of one plan, as numba takes them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TransferPlan) -> None:
         self._jobs = plan.jobs.numpy()
         self._tiles = plan.tiles.numpy()
         self._like = torch.empty(0, dtype=torch.int8 if plan.word_bytes == 1 else torch.int16).numpy()
-        rows, cols, tile_rows = (plan.jobs[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
+        rows, cols, tile_rows = (
+            plan.jobs[:, TransferJob._fields.index(name)] for name in ("rows", "cols", "tile_rows")
+        )
         sizes = (rows.clamp(max=tile_rows) * cols.clamp(max=CPU_COLS) * plan.word_bytes)[plan.tiles[:, 0].long()]
         self._ends = sizes.cumsum(0)
 
@@ -164,9 +166,9 @@ def _check(run: _RunTiles) -> None:
     rows, cols = 9, 96  # rows of whole lines of the cache, as nearly all weights have
     words = torch.arange(rows * cols, dtype=torch.int16).mul_(12345).view(rows, cols)
     goal, out = torch.zeros_like(words), torch.zeros(1, dtype=torch.int64)
-    piece = Piece(tensor=words, full_shape=(rows, cols))
+    piece = TensorPiece(tensor=words, full_shape=(rows, cols))
     for plan in plans_of_transfers([Transfer(piece=piece, target=goal, total=0)], CPU_TILING):
-        _Part(plan).run(run, out, True)
+        _CpuTables(plan).run(run, out, True)
     a, b = A.span(0, rows), B.span(0, cols)
     if int(out) != int((words.to(torch.int64) * a[:, None] * b).sum()) or not torch.equal(words, goal):
         raise RuntimeError("its machine code sums another digest than the definition's")

@@ -13,7 +13,7 @@ from weightcast.wire.box import Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A strided tensor, also a view, that is all of a tensor of `full_shape`, or one box of it."""
 
     tensor: torch.Tensor
@@ -31,7 +31,7 @@ class Transfer:
         far: True if the piece lies on another GPU, and is mapped for the one that copies.
     """
 
-    piece: Piece
+    piece: TensorPiece
     target: torch.Tensor | None = None
     total: int | None = None
     far: bool = False
@@ -60,7 +60,7 @@ class Grid:
         return tuple(math.prod(self.full_trailing[i + 1 :]) for i in range(len(self.full_trailing)))
 
 
-def check_piece(piece: Piece, index: int) -> None:
+def check_piece(piece: TensorPiece, index: int) -> None:
     """Refuses, with a ValueError, a piece that has no digest.
 
     Its tensor is not strided or is a DTensor, or its box lies outside the full tensor or has another shape.
@@ -87,7 +87,7 @@ def check_piece(piece: Piece, index: int) -> None:
         raise ValueError(f"piece {index}: the box {box} lies outside the full shape {full}")
 
 
-def grid_of(piece: Piece) -> Grid:
+def grid_of(piece: TensorPiece) -> Grid:
     """A checked piece as a matrix of words."""
     full = piece.full_shape
     offset = piece.box.offset if piece.box else (0,) * len(full)

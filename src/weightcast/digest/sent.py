@@ -85,7 +85,7 @@ class CastSums:
         return known[1:]
 
 
-class _Span(NamedTuple):
+class _TypedSpan(NamedTuple):
     """Elements of a buffer: bytes from ``start`` to ``end``, read as a dtype."""
 
     start: int
@@ -96,11 +96,11 @@ class _Span(NamedTuple):
         return data[self.start : self.end].view(self.dtype)
 
 
-class _Run(NamedTuple):
+class _CastRun(NamedTuple):
     """A span of a bucket that is cast in one go.  It may have gaps between tensors, whose bytes mean nothing."""
 
-    source: _Span
-    target: _Span
+    source: _TypedSpan
+    target: _TypedSpan
 
 
 class _CastPart(NamedTuple):
@@ -112,12 +112,12 @@ class _CastPart(NamedTuple):
     """
 
     layout: BucketLayout
-    runs: list[_Run]
+    runs: list[_CastRun]
 
 
 def _cast_parts(layout: BucketLayout, dtypes: Mapping[str, Collection[str]]) -> Iterator[_CastPart]:
     slots: list[TensorSlot] = []
-    runs: list[_Run] = []
+    runs: list[_CastRun] = []
     number = 0
     for slot, spec, row, rows in _rows_to_cast(layout, dtypes):
         own, kept = slot.spec.torch_dtype, spec.torch_dtype
@@ -131,12 +131,12 @@ def _cast_parts(layout: BucketLayout, dtypes: Mapping[str, Collection[str]]) -> 
         if slots and first + size_bytes > _CAST_BYTES:
             yield _CastPart(BucketLayout(index=number, slots=tuple(slots), size_bytes=end), runs)
             slots, runs, number, first, joins = [], [], number + 1, 0, False
-        source = _Span(start, start + rows * slot.spec.row_bytes, own)
-        target = _Span(first, first + size_bytes, kept)
+        source = _TypedSpan(start, start + rows * slot.spec.row_bytes, own)
+        target = _TypedSpan(first, first + size_bytes, kept)
         if joins:
             before = runs.pop()
             source, target = source._replace(start=before.source.start), target._replace(start=before.target.start)
-        runs.append(_Run(source, target))
+        runs.append(_CastRun(source, target))
         slots.append(TensorSlot(spec=spec, offset_bytes=first, first_row=slot.first_row + row, num_rows=rows))
     if slots:
         size_bytes = runs[-1].target.end

@@ -27,7 +27,7 @@ class DigestTable:
         self._order = torch.tensor(order, dtype=torch.int64)
         self._sorted_keys = keys[self._order]
         self._seed = model_seed([self.names[number] for number in order])
-        self._parts: list[_Part] = []
+        self._parts: list[_SubTable] = []
 
     def by_name(self, sums: torch.Tensor) -> dict[str, str]:
         """The digest of each tensor, from its sum: int64 ``[tensors]`` on the CPU."""
@@ -55,19 +55,19 @@ class DigestTable:
             return ""
         return found.table.of_all(sums if found.numbers is None else sums[found.numbers])
 
-    def _part(self, specs: Sequence[TensorSpec], left_out: frozenset[str]) -> _Part:
+    def _part(self, specs: Sequence[TensorSpec], left_out: frozenset[str]) -> _SubTable:
         numbers = {name: number for number, name in enumerate(self.names)}
         wanted = [spec.name for spec in specs if spec.name not in left_out]
         if numbers.keys() == set(wanted):
-            return _Part(specs, left_out, None, self)
+            return _SubTable(specs, left_out, None, self)
         if any(name not in numbers for name in wanted):
-            return _Part(specs, left_out, None, None)
+            return _SubTable(specs, left_out, None, None)
         chosen = torch.tensor([numbers[name] for name in wanted], dtype=torch.int64)
-        return _Part(specs, left_out, chosen, DigestTable(wanted, self.keys[chosen]))
+        return _SubTable(specs, left_out, chosen, DigestTable(wanted, self.keys[chosen]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _SubTable:
     """Some tensors of a table: their numbers, None for all; and their own table, None if a name is unknown."""
 
     specs: Sequence[TensorSpec]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weightcast.digest.jobs import CPU_TILING, GPU_TILING, Job, Plan, jobs_of, kinds_of, plan_of
+from weightcast.digest.jobs import CPU_TILING, GPU_TILING, TransferJob, TransferPlan, jobs_of, kinds_of, plan_of
 from weightcast.digest.pieces import Transfer
 
 # Addresses on the meta device start at 0, which a job reads as "no target".  All dtypes and the alignment that the
@@ -56,13 +56,13 @@ def can_stand_in(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _TemplateJobs:
     """The jobs of one word size, and the number of the memory that each reads and writes: int64 ``[jobs]``.
 
     ``plan.jobs`` has offsets in the place of addresses.
     """
 
-    plan: Plan
+    plan: TransferPlan
     reads: torch.Tensor
     writes: torch.Tensor
 
@@ -79,7 +79,7 @@ class Template:
         """
         self.num_transfers = len(transfers)
         tiling = CPU_TILING if device.type == "cpu" else GPU_TILING
-        jobs: dict[int, list[Job]] = {1: [], 2: []}
+        jobs: dict[int, list[TransferJob]] = {1: [], 2: []}
         ends: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
         for transfer, places in zip(transfers, memories, strict=True):
             tensor = transfer.piece.tensor
@@ -91,17 +91,17 @@ class Template:
             before = len(jobs[word_bytes])
             jobs[word_bytes] += found
             ends[word_bytes] += [places] * (len(jobs[word_bytes]) - before)
-        self._parts: list[_Part] = []
+        self._parts: list[_TemplateJobs] = []
         for word_bytes, some in jobs.items():
             if some:
                 reads, writes = torch.tensor(ends[word_bytes], dtype=torch.int64).unbind(1)
-                self._parts.append(_Part(plan_of(some, word_bytes, tiling), reads, writes))
+                self._parts.append(_TemplateJobs(plan_of(some, word_bytes, tiling), reads, writes))
 
-    def at(self, addresses: Sequence[int]) -> list[Plan]:
+    def at(self, addresses: Sequence[int]) -> list[TransferPlan]:
         """The tables of a launch on the CPU; ``addresses`` has that of the first element of each memory, in order."""
         # The last one is that of ``NOWHERE``, whose jobs have 0 in the place of a target.
         table = torch.tensor([*addresses, _FIRST_BYTE], dtype=torch.int64) - _FIRST_BYTE
-        plans: list[Plan] = []
+        plans: list[TransferPlan] = []
         for part in self._parts:
             jobs = part.plan.jobs.clone()
             jobs[:, _ADDRESS] += table[part.reads]
@@ -111,7 +111,7 @@ class Template:
         return plans
 
 
-_ADDRESS, _GOAL, _KIND = (Job._fields.index(name) for name in ("address", "goal", "kind"))
+_ADDRESS, _GOAL, _KIND = (TransferJob._fields.index(name) for name in ("address", "goal", "kind"))
 
 
 class Placed:
@@ -125,6 +125,6 @@ class Placed:
         """Number of the transfers."""
         return self._template.num_transfers
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[TransferPlan]:
         """The tables of a launch, as ``Template.at``."""
         return self._template.at(self._addresses)

@@ -18,7 +18,7 @@ from weightcast.digest.pieces import Transfer, words_of
 from weightcast.digest.templates import Placed
 
 if TYPE_CHECKING:
-    from weightcast.digest.kernel import Launches
+    from weightcast.digest.kernel import GpuLaunches
 
 _MAX_PLACES = 16
 
@@ -73,7 +73,7 @@ class PlacedLaunches:
         self._looks = looks
         self._device = device
         self._count = count
-        self._known: dict[Hashable, Launches | on_cpu.Launches] = {}
+        self._known: dict[Hashable, GpuLaunches | on_cpu.CpuLaunches] = {}
 
     def __contains__(self, place: Hashable) -> bool:
         """True if the tables for a place are kept."""
@@ -94,7 +94,7 @@ class PlacedLaunches:
             known = self._make(place, transfers)
             sums = known.launch(summed=summed)
             assert sums is not None, "it was made for the current stream"
-        self.small = isinstance(known, on_cpu.Launches) and known.small
+        self.small = isinstance(known, on_cpu.CpuLaunches) and known.small
         return sums
 
     def prepare(self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]) -> None:
@@ -104,7 +104,7 @@ class PlacedLaunches:
 
     def _make(
         self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]
-    ) -> Launches | on_cpu.Launches:
+    ) -> GpuLaunches | on_cpu.CpuLaunches:
         made = _launches(transfers(), self._count, self._device, looks=self._looks)
         if len(self._known) >= _MAX_PLACES:
             self._known.clear()
@@ -119,9 +119,9 @@ def worth_launch(size_bytes: int, device: torch.device) -> bool:
 
 def _launches(
     transfers: Sequence[Transfer] | Placed, count: int, device: torch.device, *, looks: bool
-) -> Launches | on_cpu.Launches:
+) -> GpuLaunches | on_cpu.CpuLaunches:
     if device.type == "cpu":
-        return on_cpu.Launches(transfers, count, looks=looks)
-    from weightcast.digest.kernel import Launches
+        return on_cpu.CpuLaunches(transfers, count, looks=looks)
+    from weightcast.digest.kernel import GpuLaunches
 
-    return Launches(transfers, count, device)
+    return GpuLaunches(transfers, count, device)

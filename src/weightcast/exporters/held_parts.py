@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from weightcast.digest.pieces import Piece
+from weightcast.digest.pieces import TensorPiece
 from weightcast.errors import ConfigError
 from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.box import Box, contains, slices
@@ -171,10 +171,10 @@ def is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.device
     )
 
 
-def to_sum(slot: TensorSlot, box: Box, tensor: torch.Tensor) -> Piece:
+def to_sum(slot: TensorSlot, box: Box, tensor: torch.Tensor) -> TensorPiece:
     """A box of a slot's tensor, for the digest."""
     shape = slot.spec.shape
-    return Piece(tensor=tensor, full_shape=shape, box=box if shape else None)
+    return TensorPiece(tensor=tensor, full_shape=shape, box=box if shape else None)
 
 
 def region(bucket: Bucket, slot: TensorSlot, box: Box) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer, check_piece
+from weightcast.digest.pieces import TensorPiece, Transfer, check_piece
 from weightcast.digest.source_sums import Taker
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
@@ -66,8 +66,10 @@ class _View(NamedTuple):  # made faster than a frozen class, and there may be te
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.detach().as_strided(self.shape, self.stride, int(memory.storage_offset()) + self.offset)
 
-    def piece(self, memory: torch.Tensor) -> Piece:
-        return Piece(tensor=self.of(memory), full_shape=self.full_shape, box=self.box if self.full_shape else None)
+    def piece(self, memory: torch.Tensor) -> TensorPiece:
+        return TensorPiece(
+            tensor=self.of(memory), full_shape=self.full_shape, box=self.box if self.full_shape else None
+        )
 
 
 class _Copy(NamedTuple):
@@ -104,7 +106,7 @@ class _ComputedSums:
         elif self._parts:
             taker.add(self._places, partial_sums(self._pieces(bucket)))
 
-    def _pieces(self, bucket: Bucket) -> list[Piece]:
+    def _pieces(self, bucket: Bucket) -> list[TensorPiece]:
         return [to_sum(own.slot, own.box, region(bucket, own.slot, own.box)) for own in self._parts]
 
 

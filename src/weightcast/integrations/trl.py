@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Completion:
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
@@ -92,7 +92,7 @@ class GrpoEngines(UpdateEngines):
         with self._clients() as clients, ThreadPoolExecutor(self._parallel * len(clients)) as pool:
             models = list(pool.map(self._model, clients))
 
-            def ask(number: int, prompt: list[int]) -> _Answer:
+            def ask(number: int, prompt: list[int]) -> _Completion:
                 turn = number % len(clients)
                 body = {"model": models[turn], "prompt": prompt, "seed": first_seed + number, **settings}
                 return self._ask(clients[turn], body)
@@ -121,7 +121,7 @@ class GrpoEngines(UpdateEngines):
                 f"{client.target.url} names no model under /v1/models: {error}", url=client.target.url
             ) from error
 
-    def _ask(self, client: Client, body: dict[str, Any]) -> _Answer:
+    def _ask(self, client: Client, body: dict[str, Any]) -> _Completion:
         url = client.target.url
         reply = client.post_json("/v1/completions", json.dumps(body).encode())
         try:
@@ -143,7 +143,7 @@ class GrpoEngines(UpdateEngines):
                 hint="the engine must honour return_token_ids and logprobs; vLLM and the reference engine do",
             ) from error
         self._check_on_policy(url, answer)
-        return _Answer(prompt=body["prompt"], tokens=tokens, logprobs=logprobs)
+        return _Completion(prompt=body["prompt"], tokens=tokens, logprobs=logprobs)
 
     def _check_on_policy(self, url: str, answer: dict[str, Any]) -> None:
         """Every token must come from the weights that were sent last."""

@@ -34,7 +34,7 @@ from weightcast.update.arguments import bytes_of, wire_dtype_of
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """The part of a worker in the group, as ``prepare`` reports it to ``build_topology``.
 
     Attributes:
@@ -86,13 +86,13 @@ class WeightcastCheckpointEngine(CheckpointEngine):
         self._receiver: StreamReceiver | None = None
         self._bystander = False
 
-    def prepare(self) -> Member:
+    def prepare(self) -> GroupMember:
         """Reports the group that this worker is in; the master opens a rendezvous if it has none."""
         if self._group is None or not self._group.alive:
             self._leave()
         if self._is_master and self._store is None:
             self._store = Rendezvous(host=ray.util.get_node_ip_address().strip("[]"), timeout_s=self._timeout_s)
-        return Member(
+        return GroupMember(
             group=self._token,
             world_size=self._group.world_size if self._group is not None else 0,
             host=self._store.host if self._store is not None else "",
@@ -101,7 +101,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[GroupMember]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Gives actor rank 0 rank 0, the rollout workers the ranks after it, and the other actor workers none."""
         master, world_size = metadata[0], 1 + rollout_world_size
@@ -123,7 +123,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):
 
         return kwargs([0, *[-1] * (actor_wg_world_size - 1)]), kwargs(list(range(1, world_size)))
 
-    def init_process_group(self, rank: int, world_size: int, token: str, master: Member) -> None:
+    def init_process_group(self, rank: int, world_size: int, token: str, master: GroupMember) -> None:
         """Meets the other members, unless this worker is in the group already.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightcast.page.charts import HALF, WIDE, Figure, Show
+from weightcast.page.charts import HALF, WIDE, Figure, FormatValue
 from weightcast.page.svg import PHASES, Scale, bar, element, of_phases, picture, stride, text, ticks
 from weightcast.page.words import seconds
 from weightcast.timeline.tracks import MESSAGES, Timeline, Track
@@ -41,7 +41,7 @@ def bars(
     caption: str,
     found: Sequence[Bar],
     *,
-    show: Show,
+    show: FormatValue,
     legend: Sequence[tuple[str, str]] = (),
     value_title: str = "value",
     wide: bool = False,
@@ -94,7 +94,7 @@ def stacks(
     rows: Mapping[str, Mapping[str, float]],
     *,
     colours: Mapping[str, str],
-    show: Show,
+    show: FormatValue,
     wide: bool = False,
     tall: bool = False,
 ) -> Figure:
@@ -214,7 +214,7 @@ def _sums(track: Track, names: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StatusCell:
     """One engine after one update: the colour class of its cell, a word that fits into it, and the whole story."""
 
     colour: str
@@ -226,7 +226,7 @@ def served(
     title: str,
     caption: str,
     steps: Sequence[int],
-    rows: Mapping[str, Sequence[State]],
+    rows: Mapping[str, Sequence[StatusCell]],
     *,
     legend: Sequence[tuple[str, str]],
     wide: bool = False,

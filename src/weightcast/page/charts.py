@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weightcast.page.svg import Scale, element, picture, stride, text, ticks
 
-Show = Callable[[float], str]
+FormatValue = Callable[[float], str]
 
 WIDE, HALF = 1080.0, 520.0
 _HEIGHT = 253.0
@@ -45,7 +45,7 @@ class _Plot:
 
     width: float
     high: float
-    show: Show
+    show: FormatValue
     parts: list[str] = field(default_factory=list[str])
 
     @functools.cached_property
@@ -93,7 +93,7 @@ def lines(
     series: Mapping[str, Sequence[float | None]],
     *,
     colours: Mapping[str, str],
-    show: Show,
+    show: FormatValue,
     x_title: str = "version",
     high: float = 0.0,
     wide: bool = False,
@@ -164,7 +164,7 @@ def columns(
     parts: Mapping[str, Sequence[float]],
     *,
     colours: Mapping[str, str],
-    show: Show,
+    show: FormatValue,
     marks: Sequence[float] = (),
     mark_name: str = "",
     x_title: str = "version",

@@ -35,7 +35,7 @@ class Chip:
     mood: Mood
 
 
-Cell = str | Chip
+TableCell = str | Chip
 
 
 class Document:
@@ -66,7 +66,7 @@ class Document:
         """Adds plots, two beside each other unless they are wide."""
         self._parts.append(f'<div class="figures">{"".join(map(_figure, figures))}</div>')
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[TableCell]]) -> None:
         """Adds a table; columns whose header ends with ``#`` hold numbers and are right-aligned."""
         self._parts.append(f'<div class="sheet">{_table(headers, rows)}</div>')
 
@@ -114,7 +114,7 @@ def _figure(figure: Figure) -> str:
     )
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def _table(headers: Sequence[str], rows: Sequence[Sequence[TableCell]]) -> str:
     kinds = [" class=num" if header.endswith("#") else "" for header in headers]
     head = "".join(f"<th{kind}>{escape(name.rstrip('#'))}</th>" for name, kind in zip(headers, kinds, strict=True))
     body = "".join(
@@ -124,5 +124,5 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: TableCell) -> str:
     return escape(cell) if isinstance(cell, str) else f'<span class="chip {cell.mood}">{escape(cell.word)}</span>'

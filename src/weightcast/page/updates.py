@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from weightcast.page.bars import Bar, State, bars, served, timeline
+from weightcast.page.bars import Bar, StatusCell, bars, served, timeline
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Mood, Tile
 from weightcast.page.svg import MEANINGS, of_phases, of_series
@@ -303,17 +303,17 @@ def stall_bars(stalls: Mapping[str, float]) -> Figure:
 
 def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str, int | None] | None]]) -> Figure:
     """Plots each engine's state after each update, from its status and version; None where it took no part."""
-    rows: dict[str, list[State]] = {}
+    rows: dict[str, list[StatusCell]] = {}
     used: dict[str, None] = {}
     for url, states in found.items():
-        cells: list[State] = []
+        cells: list[StatusCell] = []
         for state in states:
             status = state[0] if state is not None else ""
             version = state[1] if state is not None else None
             label = "" if state is None else "?" if version is None else str(version)
             words = "not a target" if state is None else f"{status}, version {label}"
             used[status] = None
-            cells.append(State(_CELLS.get(status, "grey"), label, words))
+            cells.append(StatusCell(_CELLS.get(status, "grey"), label, words))
         rows[short(url)] = cells
     meanings = {
         "serving": "serves the new version",

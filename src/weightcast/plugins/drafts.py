@@ -56,7 +56,7 @@ def apart(weights: Weights) -> tuple[Weights, Weights]:
     return of_model(), of_draft()
 
 
-class Draft(ABC):
+class DraftModel(ABC):
     """A draft model that an update writes, whose checkpoint an engine's own loader has loaded.
 
     The table ``d2t`` of an EAGLE 3 head is no parameter: engines compute other numbers from it, once.

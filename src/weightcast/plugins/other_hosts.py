@@ -27,7 +27,7 @@ SET_A_SECRET = (
 )
 
 
-class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+class RankInvitation(msgspec.Struct, frozen=True, kw_only=True):
     """Tells every rank how to reach the API server.
 
     Attributes:
@@ -69,7 +69,7 @@ class Reception:
         token = secrets.token_hex(16)
         self._gate: Gate | None = None
         self._here: dict[int, AuthenticatedConnection] = {}
-        self.invitation = Invitation(folder=folder, host_id=host_id(), host=socket.gethostname())
+        self.invitation = RankInvitation(folder=folder, host_id=host_id(), host=socket.gethostname())
         if elsewhere is not None:
             self._gate = Gate(elsewhere.address, elsewhere.secret, context=token.encode(), timeout_s=_PROOF_S)
             self.invitation = msgspec.structs.replace(
@@ -120,7 +120,7 @@ class Reception:
         log.warning("weightcast: %s said that it is rank %d, which is not expected", connection.peer, rank)
 
 
-def reach(invitation: Invitation, rank: int, secret: Secret | None) -> AuthenticatedConnection:
+def reach(invitation: RankInvitation, rank: int, secret: Secret | None) -> AuthenticatedConnection:
     """Connects this rank to an API server on another host.
 
     Raises:

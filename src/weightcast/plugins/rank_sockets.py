@@ -26,7 +26,7 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.lost_ranks import Messenger
 from weightcast.receiver.rank_connections import ConnectedRanks, Connection, limit_sends, serve_messages
-from weightcast.receiver.staging import Place
+from weightcast.receiver.staging import StagingPlace
 from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import RankInfo
@@ -62,7 +62,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     pid: int
     device: str
-    staging: Place
+    staging: StagingPlace
     staging_bytes: int
     specs: tuple[TensorSpec, ...]
     places: tuple[str, ...]
@@ -176,7 +176,7 @@ class SwitchExecutor(ConnectedRanks):
     def far_rank_lost(self, words: str) -> None:
         """Called when the connection to a rank on another host has ended; the engine itself may not notice."""
 
-    def staging(self) -> Place:
+    def staging(self) -> StagingPlace:
         """The place that every rank can stage in: the worst one that a rank has."""
         places = {hello.staging for hello in self.hellos}
         return "none" if "none" in places else "host" if "host" in places else "device"

@@ -19,14 +19,14 @@ from weightcast.wire.layout import TensorSpec
 
 log = logging.getLogger("weightcast.plugins")
 
-Checkpoint = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+ReadCheckpoint = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 def staged_receiver(
     model: nn.Module,
     *,
     load_weights: LoadWeights,
-    checkpoint: Checkpoint,
+    checkpoint: ReadCheckpoint,
     rank: int,
     world_size: int,
     device: torch.device,

@@ -36,7 +36,7 @@ from weightcast.plugins.rank_sockets import (
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
 from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import Steps, share_interpreter
+from weightcast.runtime.steps import StepCounter, share_interpreter
 from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
@@ -58,7 +58,7 @@ class SwitchRank(ABC):
     engine: ClassVar[str]
     receiver: WeightReceiver
 
-    def __init__(self, rank: int, device: torch.device, steps: Steps | None = None) -> None:
+    def __init__(self, rank: int, device: torch.device, steps: StepCounter | None = None) -> None:
         self.rank = rank
         self.device = device
         self._beside = OwnStream(device)
@@ -72,7 +72,7 @@ class SwitchRank(ABC):
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
         self._applying = False
-        self.steps = steps or Steps(device)
+        self.steps = steps or StepCounter(device)
         self._pace = Pace(self.steps)
         self._no_room = ""
 

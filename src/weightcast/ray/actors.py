@@ -21,7 +21,7 @@ _GONE = (RayActorError, OutOfMemoryError)  # Ray ends actors itself when its nod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NodePlace:
     """The place of a rank: its node's address as other nodes reach it, pid there, and GPUs by Ray's names."""
 
     address: str
@@ -29,11 +29,11 @@ class Place:
     gpus: tuple[str, ...]
 
 
-def place() -> Place:
+def place() -> NodePlace:
     """Returns the place of the calling actor."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
-    return Place(address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=tuple(map(str, gpus)))
+    return NodePlace(address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=tuple(map(str, gpus)))
 
 
 class ActorsFailed(EngineFailure):

@@ -16,7 +16,7 @@ from weightcast.comm.http import Client
 from weightcast.comm.ports import quiet_port
 from weightcast.config import Target
 from weightcast.errors import WeightcastError
-from weightcast.ray.actors import Place, place, remote
+from weightcast.ray.actors import NodePlace, place, remote
 from weightcast.ray.engine_kinds import EngineKind
 
 _DYING_S = 0.3
@@ -52,7 +52,7 @@ class EngineSlot:
         self._log: IO[bytes] | None = None
         self._output: Tail | None = None  # used if there is no log file
 
-    def place(self) -> Place:
+    def place(self) -> NodePlace:
         """Returns the place of this actor."""
         return place()
 

@@ -16,7 +16,7 @@ import ray
 
 from weightcast.config import Target
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
-from weightcast.ray.actors import Place, collect
+from weightcast.ray.actors import NodePlace, collect
 from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
 from weightcast.ray.engine_kinds import EngineKind, wake_requests
@@ -27,7 +27,7 @@ _POLL_S = 0.2
 _GRACE_S = 10.0
 _STOP_S = 20.0
 
-State = Literal["starting", "waiting", "serving", "dead"]
+RayEngineState = Literal["starting", "waiting", "serving", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class EngineHealth:
 
     number: int
     url: str
-    state: State
+    state: RayEngineState
     words: str = ""
 
 
-class Member:
+class RayEngine:
     """An engine: its actors, its URL and its state."""
 
     def __init__(self, number: int, bundles: Bundles) -> None:
@@ -53,9 +53,9 @@ class Member:
         self.bundles = bundles
         self.slots: list[Any] = []
         self.url = ""
-        self.state: State = "dead"
+        self.state: RayEngineState = "dead"
         self.words = ""
-        self.place: Place | None = None
+        self.place: NodePlace | None = None
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class RolloutEngines:
         self._start_timeout_s = start_timeout_s
         self._health_timeout_s = health_timeout_s
         self._closed = False
-        self._members = [Member(number, bundles) for number, bundles in enumerate(places)]
+        self._members = [RayEngine(number, bundles) for number, bundles in enumerate(places)]
         self.version: int | None = None
         try:
             self._start(self._members)
@@ -227,14 +227,13 @@ class RolloutEngines:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _in_state(self, *states: State) -> list[Member]:
+    def _in_state(self, *states: RayEngineState) -> list[RayEngine]:
         return [member for member in self._members if member.state in states]
 
-    def _targets(self, *states: State) -> tuple[Target, ...]:
-        members = self._in_state(*states)
-        return tuple(Target(one.url, api_key=self._api_key, engine=self._kind.engine) for one in members)
+    def _targets(self, *states: RayEngineState) -> tuple[Target, ...]:
+        return tuple(Target(member.url, api_key=self._api_key) for member in self._in_state(*states))
 
-    def _start(self, members: Sequence[Member]) -> None:
+    def _start(self, members: Sequence[RayEngine]) -> None:
         """Starts these engines side by side; they are ``waiting`` when this returns."""
         deadline = time.monotonic() + self._start_timeout_s
         for member in members:
@@ -255,10 +254,10 @@ class RolloutEngines:
                 )
             time.sleep(_POLL_S if starting else 0)
 
-    def _launch(self, member: Member, timeout_s: float) -> None:
+    def _launch(self, member: RayEngine, timeout_s: float) -> None:
         names = [f"{member.name} slot {slot}" for slot in range(len(member.slots))]
         asked = [slot.place.remote() for slot in member.slots]
-        places: list[Place] = collect(asked, names=names, what="place", timeout_s=timeout_s)
+        places: list[NodePlace] = collect(asked, names=names, what="place", timeout_s=timeout_s)
         nodes = sorted({found.address for found in places})
         if len(nodes) > 1:
             raise ConfigError(
@@ -276,7 +275,7 @@ class RolloutEngines:
         [member.url] = collect([start], names=[member.name], what="start", timeout_s=timeout_s)
         member.place = places[0]
 
-    def _has_started(self, member: Member) -> bool:
+    def _has_started(self, member: RayEngine) -> bool:
         asked = member.slots[0].look.remote()
         [look] = collect([asked], names=[member.name], what="start", timeout_s=self._health_timeout_s + _GRACE_S)
         if look.exit_code is not None:
@@ -292,12 +291,12 @@ class RolloutEngines:
         asked = [member.slots[0].ask.remote(tuple(requests), timeout_s) for member in alive]
         collect(asked, names=[member.name for member in alive], what=what, timeout_s=timeout_s + _GRACE_S)
 
-    def _bury(self, member: Member, words: str) -> None:
+    def _bury(self, member: RayEngine, words: str) -> None:
         """Ends an engine, even one that merely does not answer: it must not come back with old weights."""
         member.state, member.words = "dead", words
         self._end([member])
 
-    def _end(self, members: Sequence[Member]) -> None:
+    def _end(self, members: Sequence[RayEngine]) -> None:
         """Ends the servers before their actors, so that their memory is free when Ray reuses the bundles."""
         stopping = [member.slots[0].stop.remote() for member in members if member.slots]
         if stopping:

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.ray.actors import Place, method, place, remote, why_gone
+from weightcast.ray.actors import NodePlace, method, place, remote, why_gone
 from weightcast.ray.bundles import Bundles, Resource
 from weightcast.ray.cluster import named_group, require_cluster
 from weightcast.receiver import lost_ranks
@@ -47,7 +47,7 @@ class _EngineRank:
         self._rank = 0
 
     @method(concurrency_group="work")
-    def place(self) -> Place:
+    def place(self) -> NodePlace:
         return place()
 
     @method(concurrency_group="work")
@@ -122,7 +122,7 @@ class RayExecutor(FarRanks):
         self._bundles = bundles or Bundles.create(tp_size, resource=resource)
         if len(self._bundles.indices) != tp_size:
             raise ConfigError(f"{len(self._bundles.indices)} bundles for {tp_size} ranks")
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[NodePlace, ...] = ()
         self._actors: list[Any] = [
             _EngineRank.options(**self._bundles.options(index)).remote() for index in self._bundles.indices
         ]
@@ -178,9 +178,9 @@ class RayExecutor(FarRanks):
                 ray.kill(actor)
         self._bundles.close()
 
-    def _find_places(self, timeout_s: float) -> tuple[Place, ...]:
+    def _find_places(self, timeout_s: float) -> tuple[NodePlace, ...]:
         deadline = time.monotonic() + timeout_s
-        found: list[Place] = []
+        found: list[NodePlace] = []
         for rank, actor in enumerate(self._actors):
             try:
                 found.append(ray.get(actor.place.remote(), timeout=max(0.0, deadline - time.monotonic())))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weightcast.config import Target
 from weightcast.errors import ConfigError
-from weightcast.ray.actors import Place, place, remote
+from weightcast.ray.actors import NodePlace, place, remote
 from weightcast.report import UpdateReport
 from weightcast.update.arguments import UpdateOptions
 from weightcast.update.updater import WeightUpdater
@@ -28,7 +28,7 @@ class TrainRank:
         self._updater: WeightUpdater | None = None
         self._targets: tuple[Target, ...] = ()
 
-    def place(self) -> Place:
+    def place(self) -> NodePlace:
         """Returns the place of this actor."""
         return place()
 

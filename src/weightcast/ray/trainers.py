@@ -10,7 +10,7 @@ import ray
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.config import Target
 from weightcast.errors import ConfigError, TrainerRankFailed, WeightcastError
-from weightcast.ray.actors import ActorsFailed, Place, collect
+from weightcast.ray.actors import ActorsFailed, NodePlace, collect
 from weightcast.ray.bundles import Bundles
 from weightcast.ray.cluster import require_cluster
 from weightcast.ray.engine_kinds import EngineKind
@@ -58,7 +58,7 @@ class TrainWorkers:
         self._timeout_s = timeout_s
         self._broken = ""
         self._closed = False
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[NodePlace, ...] = ()
         environment = {**(engines.trainer_env if engines is not None else {}), **(env or {})}
         self._actors: list[Any] = [
             TrainRank.options(**bundles.options(index)).remote(environment) for index in bundles.indices

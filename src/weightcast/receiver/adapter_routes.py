@@ -25,7 +25,7 @@ from weightcast.wire.adapters import ADAPTERS, MAX_REQUEST_BYTES, AdapterRequest
 from weightcast.wire.engine_info import EngineInfo
 
 
-class Adapter(Answers, Protocol):
+class LoraAdapter(Answers, Protocol):
     """One adapter."""
 
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
@@ -44,7 +44,7 @@ class TakesAdapters(Protocol):
         """Takes an adapter out; False if there is none of this name."""
         ...
 
-    def find(self, name: str) -> Adapter | None:
+    def find(self, name: str) -> LoraAdapter | None:
         """The adapter with this name."""
         ...
 
@@ -117,10 +117,10 @@ class _Late(Late):
         return adapter is not None and adapter.holds(session)
 
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """As ``Adapter.score``."""
+        """As ``LoraAdapter.score``."""
         return self._find().score(token_ids)
 
-    def _find(self) -> Adapter:
+    def _find(self) -> LoraAdapter:
         adapter = self._adapters().find(self._name)
         if adapter is None:
             raise HTTPException(404, f"there is no adapter {self._name}")

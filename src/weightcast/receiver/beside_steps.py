@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.receiver.rank import WeightReceiver
 from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import Steps, share_interpreter
+from weightcast.runtime.steps import StepCounter, share_interpreter
 from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Announce, Commit, Message
@@ -16,7 +16,7 @@ _SHARE = 0.25
 class BesideSteps:
     """Carries out messages on a stream of their own and in slices, so that no step waits behind copies and sums."""
 
-    def __init__(self, receiver: WeightReceiver, steps: Steps) -> None:
+    def __init__(self, receiver: WeightReceiver, steps: StepCounter) -> None:
         self._receiver = receiver
         self._steps = steps
         self._pace = Pace(steps, share=_SHARE)

@@ -10,21 +10,21 @@ import torch
 
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import may_overflow, overflows
 from weightcast.wire.layout import TensorSlot
 
-_Rest = list[tuple[TensorSlot, Copy]]
+_PlainCopies = list[tuple[TensorSlot, Copy]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
+class _BucketLaunches:
     """The launches of one bucket, for any place of the bucket and of the parameters, whose form is ``form``.
 
     ``rest`` are copies that are no transfers.
@@ -33,7 +33,7 @@ class _Prepared:
     form: TensorPlaces
     template: Template
     launches: PlacedLaunches
-    rest: _Rest
+    rest: _PlainCopies
 
 
 class BucketCopier:
@@ -46,12 +46,12 @@ class BucketCopier:
     def __init__(self) -> None:
         self._overflows: dict[str, list[torch.Tensor]] = {}
 
-    def prepare(self, plan: BucketPlan, staging: Staging, device: torch.device) -> None:
+    def prepare(self, plan: BucketPlan, staging: StagingSet, device: torch.device) -> None:
         """Works out the launch of a bucket that will lie on this device."""
         if transfers_on(device):
             _prepare(plan, staging, device)
 
-    def place(self, bucket: Bucket, plan: BucketPlan, staging: Staging) -> None:
+    def place(self, bucket: Bucket, plan: BucketPlan, staging: StagingSet) -> None:
         """Works out the launches of a bucket that lies here, into either set of weights."""
         device = bucket.data.device
         if staging.staged and transfers_on(device):
@@ -71,7 +71,9 @@ class BucketCopier:
         flags = [torch.stack(some).any().item() for some in self._overflows.values()]
         return [name for name, flag in zip(self._overflows, flags, strict=True) if flag]
 
-    def copy(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool = True) -> torch.Tensor | None:
+    def copy(
+        self, bucket: Bucket, plan: BucketPlan, staging: StagingSet, *, summed: bool = True
+    ) -> torch.Tensor | None:
         """Copies a bucket into the staging set; done on a CPU, enqueued on the current stream of a GPU.
 
         Returns ``Bucket.sums`` where they were taken on the way.
@@ -83,30 +85,30 @@ class BucketCopier:
         copy_plainly(bucket.data, copies, staging, self._overflows)
         return None
 
-    def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool) -> torch.Tensor:
+    def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: StagingSet, *, summed: bool) -> torch.Tensor:
         """One launch for all copies, except those that cast or that go to another device."""
         where: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
             where = where, tuple(map(torch.Tensor.data_ptr, map(staging.targets.__getitem__, plan.parameters)))
         device, place = bucket.data.device, (bucket.data.data_ptr(), where)
         found = plan.prepared.get(device)
-        if not isinstance(found, _Prepared) or place not in found.launches:
+        if not isinstance(found, _BucketLaunches) or place not in found.launches:
             found = _prepare(plan, staging, device)
         sums = found.launches.run(place, partial(_placed, found, bucket, plan, staging.targets), summed=summed)
         copy_plainly(bucket.data, found.rest, staging, self._overflows)
         return sums
 
 
-def _placed(prepared: _Prepared, bucket: Bucket, plan: BucketPlan, targets: Mapping[str, torch.Tensor]) -> Placed:
+def _placed(prepared: _BucketLaunches, bucket: Bucket, plan: BucketPlan, targets: Mapping[str, torch.Tensor]) -> Placed:
     memories = bucket.data, *map(targets.__getitem__, plan.parameters)
     return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
 
-def _prepare(plan: BucketPlan, staging: Staging, device: torch.device) -> _Prepared:
+def _prepare(plan: BucketPlan, staging: StagingSet, device: torch.device) -> _BucketLaunches:
     """The launches of a bucket wherever it lies; parameters on other devices are written by the rest of the copies."""
     known = plan.prepared.get(device)
     found = list(map(staging.targets.__getitem__, plan.parameters))
-    if isinstance(known, _Prepared) and known.form.fits(found):
+    if isinstance(known, _BucketLaunches) and known.form.fits(found):
         return known
     targets = dict(zip(plan.parameters, found, strict=True))
     made = StandIns()
@@ -116,14 +118,14 @@ def _prepare(plan: BucketPlan, staging: Staging, device: torch.device) -> _Prepa
     numbers = {name: 1 + number for number, name in enumerate(plan.parameters)}
     memories = [(0, NOWHERE if name is None else numbers[name]) for name in written]
     template, launches = Template(transfers, memories, device), PlacedLaunches(device, len(plan.table))
-    prepared = plan.prepared[device] = _Prepared(TensorPlaces(found), template, launches, rest)
+    prepared = plan.prepared[device] = _BucketLaunches(TensorPlaces(found), template, launches, rest)
     return prepared
 
 
 def copy_plainly(
     data: torch.Tensor,
     copies: Iterable[tuple[TensorSlot, Copy]],
-    staging: Staging,
+    staging: StagingSet,
     overflowed: dict[str, list[torch.Tensor]] | None = None,
 ) -> None:
     """Copies out of a flat buffer, without sums; notes casts that may overflow in ``overflowed``, by tensor."""
@@ -154,12 +156,12 @@ def written_by(copy: Copy, whole: torch.Tensor) -> torch.Tensor:
 
 def _transfers_of(
     bucket: Bucket, plan: BucketPlan, target: Callable[[str], torch.Tensor]
-) -> tuple[list[Transfer], list[str | None], _Rest]:
+) -> tuple[list[Transfer], list[str | None], _PlainCopies]:
     """The transfers of a bucket, which sum every slot; what each writes (a parameter or None); and the other copies."""
     flat = Flat(bucket.data)
     transfers: list[Transfer] = []
     parameters: list[str | None] = []
-    rest: _Rest = []
+    rest: _PlainCopies = []
     for number, (slot, copies) in enumerate(plan.table):
         whole = Transfer(piece=piece_of(slot, bucket.view(slot), slot.first_row), total=number)
         if len(copies) == 1 and copies[0].shape == slot.shape:
@@ -173,7 +175,7 @@ def _transfers_of(
         for copy in copies:
             part = flat.region(slot.spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
             written = written_by(copy, target(copy.parameter))
-            transfer = Transfer(piece=Piece(tensor=part, full_shape=copy.shape), target=written)
+            transfer = Transfer(piece=TensorPiece(tensor=part, full_shape=copy.shape), target=written)
             if can_transfer(transfer):
                 transfers.append(transfer)
                 parameters.append(copy.parameter)

@@ -10,7 +10,7 @@ import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import error_words
-from weightcast.receiver.staging import Place
+from weightcast.receiver.staging import StagingPlace
 from weightcast.wire.answers import Ack, State
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
@@ -80,7 +80,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     host_id: str
     ranks: tuple[RankInfo, ...]
-    staging: Place
+    staging: StagingPlace
     transports: tuple[str, ...]
     specs: tuple[TensorSpec, ...]
     optional: tuple[TensorSpec, ...] = ()

@@ -24,7 +24,7 @@ from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
 from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan
-from weightcast.receiver.staging import Place, Staging
+from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -111,7 +111,7 @@ class Loader:
         self._written = self._routed | (recording.written if self._holds else set[str]())
         self._held: list[tuple[str, torch.Tensor]] = []
         self._shared = _sharing(model)
-        self.staging = Staging(self.residents, "none")
+        self.staging = StagingSet(self.residents, "none")
         self._sums = ResidentSums(routes, self.expected, recording.constants)
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
@@ -172,15 +172,15 @@ class Loader:
                 written[route.parameter] = written.get(route.parameter, 0) + route.box.numel
         return [name for name, tensor in self.residents.items() if written.get(name, 0) < tensor.numel()]
 
-    def stage(self, place: Place, *, keep_storage: bool = False, **options: Any) -> None:
-        """Allocates the staging set; the options are those of ``Staging``."""
+    def stage(self, place: StagingPlace, *, keep_storage: bool = False, **options: Any) -> None:
+        """Allocates the staging set; the options are those of ``StagingSet``."""
         why = self.unstaged_because(keep_storage=keep_storage)
         if place != "none" and why:
             raise ConfigError(f"this model's weights cannot be staged: {why}", hint="use staging none")
         # A parameter that no update writes has no second version and stays where it is.
         written = {name: tensor for name, tensor in self.residents.items() if name in self._written}
         staged = written if place != "none" else self.residents
-        self.staging = Staging(staged, place, keep_storage=keep_storage, **options)
+        self.staging = StagingSet(staged, place, keep_storage=keep_storage, **options)
         self.known = None
 
     def check(self, specs: Sequence[TensorSpec]) -> None:

@@ -27,10 +27,10 @@ from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.shares import Shares, ShareSource
-from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.peer import PeerSource
-from weightcast.receiver.staging import Place, choose_place
+from weightcast.receiver.staging import StagingPlace, choose_place
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
@@ -59,7 +59,6 @@ from weightcast.wire.messages import (
 )
 
 StagingChoice = Literal["auto", "device", "host", "none"]
-Check = Callable[[], object]
 
 
 # Over 350 lines: each message is one method, and all of them read and change the state of the open session.
@@ -78,7 +77,7 @@ class WeightReceiver:
         finishers: Sequence[Finisher] = (),
         staging: StagingChoice = "auto",
         residents: Mapping[str, torch.Tensor] | None = None,
-        checks: Sequence[Check] = (),
+        checks: Sequence[Callable[[], object]] = (),
         before_commit: Sequence[Finisher] = (),
         keep_storage: bool = False,
         may_move: bool = False,
@@ -96,9 +95,9 @@ class WeightReceiver:
             checks: Called before weights are read back; each raises if the model computes with other memory.
             before_commit: Called once all weights of an update wait in the staging set, while the engine goes on, for
                 what finishers then need not do.  Not called where none wait, or the model computes some at the commit.
-            keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
+            keep_storage: A commit leaves parameters at their addresses; see ``StagingSet``.
             may_move: Parameters may get other addresses once, here, so that a commit on a GPU copies nothing; see
-                ``Staging``.
+                ``StagingSet``.
             between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
                 engine that generates while messages are answered.  It gets the exchange of weights and the finishers.
             hold_computed: Weights that the model computes wait for the commit beside the staged ones; see ``Loader``.
@@ -134,7 +133,7 @@ class WeightReceiver:
         prepare_kernels(self.device)
         self._memory = SharedMemorySource(self.device)
         self._interrupted = threading.Event()
-        self._broadcast = BroadcastSource(self.device, self._interrupted)
+        self._broadcast = GroupSource(self.device, self._interrupted)
         self._shares = Shares(self.loader, self._memory, self._broadcast, self.device)
         self._peer = PeerSource()
         self._chunks: ResidentChunks | None = None  # of the session that fetches
@@ -548,7 +547,7 @@ def _at_once(do: Callable[[], None]) -> None:
     do()
 
 
-def _staging_note(place: Place, why: str, size_bytes: int) -> str:
+def _staging_note(place: StagingPlace, why: str, size_bytes: int) -> str:
     """The reason why a new version does not wait on the device; empty if it does."""
     if place == "device":
         return ""

@@ -29,7 +29,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 
 
 @dataclass(slots=True, kw_only=True)
-class Recording:
+class RecordedLoad:
     """The copies that a loader makes, and the writes that are no copies.
 
     Attributes:
@@ -55,7 +55,7 @@ class Recording:
 
 def record_routes(
     load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]
-) -> Recording:
+) -> RecordedLoad:
     """Runs ``load_weights`` without changing anything, and records its copies of whole sources.
 
     It runs once with all sources.  If some writes are computed it runs again with each source by itself, as an update
@@ -66,7 +66,7 @@ def record_routes(
     if not everything.why:
         return everything
     # A loader that computes may have combined several sources: whose values it wrote cannot be told.
-    found = Recording()
+    found = RecordedLoad()
     for spec in specs:
         alone = _watch(load_weights, [spec], residents)
         found.routes.update(alone.routes)
@@ -85,11 +85,13 @@ def record_routes(
     return found
 
 
-def _written(recording: Recording) -> set[str]:
+def _written(recording: RecordedLoad) -> set[str]:
     return recording.written | {route.parameter for found in recording.routes.values() for route in found}
 
 
-def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]) -> Recording:
+def _watch(
+    load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]
+) -> RecordedLoad:
     """Takes the copy of a source for the source, unless the loader then needs its memory in order."""
     found = _watch_once(load_weights, specs, residents, through_clones=True)
     return _watch_once(load_weights, specs, residents, through_clones=False) if found.opaque else found
@@ -101,7 +103,7 @@ def _watch_once(
     residents: Mapping[str, torch.Tensor],
     *,
     through_clones: bool,
-) -> Recording:
+) -> RecordedLoad:
     mode = _Recorder(specs, residents, through_clones=through_clones)
     try:
         with torch.no_grad(), mode:
@@ -109,7 +111,7 @@ def _watch_once(
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError) as error:
         # A loader that looks at values cannot run on meta tensors: every source stays with it.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Recording(why={spec.name: reason for spec in specs}, opaque=True)
+        return RecordedLoad(why={spec.name: reason for spec in specs}, opaque=True)
     return mode.recording()
 
 
@@ -139,7 +141,7 @@ class _Recorder(TorchDispatchMode):
             self._current = spec.name
             yield spec.name, tensor
 
-    def recording(self) -> Recording:
+    def recording(self) -> RecordedLoad:
         result = self._writes.result()
         for source, (parameter, words) in result.why.items():
             self._why.setdefault(source, words)
@@ -151,7 +153,9 @@ class _Recorder(TorchDispatchMode):
             else:  # the loader places a computed source whole, its pure copies too
                 self._written.add(route.parameter)
         constants = [route for route in result.constants if route.source in routes]
-        return Recording(routes=routes, why=self._why, written=self._written, filled=result.filled, constants=constants)
+        return RecordedLoad(
+            routes=routes, why=self._why, written=self._written, filled=result.filled, constants=constants
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -25,7 +25,7 @@ Lookup = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _ChunkPart:
     """Elements of a route's region, in the order of its dimensions from ``first`` on, at byte ``offset`` of a chunk."""
 
     route: int
@@ -81,8 +81,8 @@ class ResidentChunks:
         for offset, run in places:
             run.copy_(buffer[offset : offset + run.nbytes].view(run.dtype).view(run.shape))
 
-    def _cut(self, chunk_bytes: int) -> Iterator[list[_Slot]]:
-        chunk: list[_Slot] = []
+    def _cut(self, chunk_bytes: int) -> Iterator[list[_ChunkPart]]:
+        chunk: list[_ChunkPart] = []
         end = 0
         for number, route in enumerate(self._routes):
             itemsize = self._dtypes[number].itemsize
@@ -94,7 +94,7 @@ class ResidentChunks:
                     yield chunk
                     chunk, end = [], 0
                     continue
-                chunk.append(_Slot(number, first, count, start))
+                chunk.append(_ChunkPart(number, first, count, start))
                 first, end = first + count, start + count * itemsize
         if chunk:
             yield chunk

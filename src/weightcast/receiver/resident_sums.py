@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer, check_piece
+from weightcast.digest.pieces import TensorPiece, Transfer, check_piece
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, worth_launch
 from weightcast.runtime.tensor_places import TensorPlaces
@@ -22,7 +22,7 @@ _dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
+class _SumLaunches:
     """The sums of all routes wherever the parameters lie, in this form."""
 
     form: TensorPlaces
@@ -49,7 +49,7 @@ class ResidentSums:
         self._expected = expected
         self._tables: dict[Hashable, tuple[dict[str, torch.dtype], HeldTable]] = {}  # by place
         self._parameters = tuple(dict.fromkeys(route.parameter for route in self._routes))
-        self._prepared: _Prepared | None = None
+        self._prepared: _SumLaunches | None = None
 
     def prepare(self, place: Hashable, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> HeldTable:
         """Works out what ``held`` needs to know, without reading the parameters; returns the parts that it sums."""
@@ -83,7 +83,7 @@ class ResidentSums:
             sums = prepared.launches.run(place, lambda: self._placed(prepared, tensors))
         return HeldSums(self.table(place, tensors), sums.cpu())
 
-    def _placed(self, prepared: _Prepared, tensors: Mapping[str, torch.Tensor]) -> Placed:
+    def _placed(self, prepared: _SumLaunches, tensors: Mapping[str, torch.Tensor]) -> Placed:
         return Placed(prepared.template, list(map(torch.Tensor.data_ptr, self._of(tensors))))
 
     def completed(
@@ -101,10 +101,10 @@ class ResidentSums:
             self._tabulate(place, tensors)
         return self._tables[place][1]
 
-    def _pieces(self, found: Mapping[str, torch.Tensor]) -> list[Piece]:
+    def _pieces(self, found: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         """The part of each route in some parameters."""
         return [
-            Piece(
+            TensorPiece(
                 tensor=region_of(found[route.parameter], route),
                 full_shape=self._expected[route.source].shape,
                 box=route.box,
@@ -112,7 +112,7 @@ class ResidentSums:
             for route in self._routes
         ]
 
-    def _prepare(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> _Prepared | None:
+    def _prepare(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> _SumLaunches | None:
         """The launches for these parameters wherever they lie; None if they cannot be summed by a launch."""
         found = self._of(tensors)
         if self._prepared is not None and self._prepared.form.fits(found):
@@ -129,7 +129,7 @@ class ResidentSums:
         numbers = {name: number for number, name in enumerate(self._parameters)}
         memories = [(numbers[route.parameter], NOWHERE) for route in self._routes]
         launches = PlacedLaunches(device, len(pieces))
-        self._prepared = _Prepared(TensorPlaces(found), Template(transfers, memories, device), launches)
+        self._prepared = _SumLaunches(TensorPlaces(found), Template(transfers, memories, device), launches)
         return self._prepared
 
     def _of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -12,24 +12,24 @@ import torch
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_copier import copy_plainly, written_by
 from weightcast.receiver.scattered_plan import (
+    BufferBox,
+    BufferParts,
     ExchangePlan,
     LoadPlan,
-    Parts,
     ScatteredPlan,
     ShareCopy,
     ShareRoutes,
-    Source,
     plan_exchange,
     plan_mapped,
     plan_scattered,
     wanted_of,
 )
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.box import slices
 from weightcast.wire.bucket_sources import MappedPart
@@ -38,12 +38,12 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import Wanted
 from weightcast.wire.routes import Route
 
-_Rest = list[tuple[int, ShareCopy]]
+_PlainShareCopies = list[tuple[int, ShareCopy]]
 _Numbered = Sequence[tuple[int, torch.Tensor]]
 
 
 @dataclass(slots=True, eq=False)
-class _Prepared:
+class _ScatteredLaunches:
     """The launches of the copies out of some buffers, for any place of the buffers and of the parameters.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Prepared:
     form: TensorPlaces
     template: Template | None
     launches: PlacedLaunches
-    rest: _Rest
+    rest: _PlainShareCopies
 
 
 class ScatteredCopier:
@@ -99,7 +99,7 @@ class ScatteredCopier:
         """The boxes of the source tensors that this rank must get."""
         return wanted_of(self._expected, self._routes)
 
-    def plan(self, layout: BucketLayout, parts: Parts) -> ScatteredPlan:
+    def plan(self, layout: BucketLayout, parts: BufferParts) -> ScatteredPlan:
         """The copies out of all trainer ranks' buckets; raises ``Refused`` unless parts are the bucket exactly once."""
         plan = self._plan.scattered.get(("buffers", layout.index))
         if plan is None or plan.layout != layout or plan.parts != parts:
@@ -109,7 +109,7 @@ class ScatteredCopier:
         return plan
 
     def plan_exchange(
-        self, layout: BucketLayout, parts: Parts, *, near: tuple[int, ...] = (), read: bool = False
+        self, layout: BucketLayout, parts: BufferParts, *, near: tuple[int, ...] = (), read: bool = False
     ) -> ExchangePlan:
         """The messages with this rank's share of a bucket; the arguments are those of ``plan_exchange``."""
         key = read, near, layout.index
@@ -132,7 +132,7 @@ class ScatteredCopier:
             self._plan.scattered["mapped", layout.index] = plan
         return plan
 
-    def prepare(self, plan: ScatteredPlan, sizes: Sequence[int], device: torch.device, staging: Staging) -> None:
+    def prepare(self, plan: ScatteredPlan, sizes: Sequence[int], device: torch.device, staging: StagingSet) -> None:
         """Works out the launch of a plan whose buffers will all lie on one device.
 
         ``sizes`` are the least that the buffers will have, in bytes.
@@ -141,7 +141,7 @@ class ScatteredCopier:
         if numbers and transfers_on(device):
             self._prepare(plan, numbers, device, [sizes[number] for number in numbers], staging)
 
-    def place(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: Staging) -> None:
+    def place(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: StagingSet) -> None:
         """Works out the launch for buffers that lie here, all on one device, into either set of weights."""
         numbers = tuple(number for number, copies in enumerate(plan.buffers) if copies)
         data = [buffers[number] for number in numbers]
@@ -156,7 +156,7 @@ class ScatteredCopier:
         self,
         buffers: Sequence[torch.Tensor],
         plan: ScatteredPlan,
-        staging: Staging,
+        staging: StagingSet,
         *,
         far: Collection[int] = (),
         summed: bool = True,
@@ -182,7 +182,7 @@ class ScatteredCopier:
                 copy_plainly(buffers[number], [(share.slot, share.copy) for share in shares], staging)
 
     def put_together(
-        self, slot: TensorSlot, sources: Sequence[Source], buffers: Sequence[torch.Tensor]
+        self, slot: TensorSlot, sources: Sequence[BufferBox], buffers: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """A slot's rows in memory of their own, out of the parts in several buffers; also sums them."""
         dtype = slot.spec.torch_dtype
@@ -200,7 +200,7 @@ class ScatteredCopier:
         plan: ScatteredPlan,
         device: torch.device,
         buffers: _Numbered,
-        staging: Staging,
+        staging: StagingSet,
         *,
         far: frozenset[int],
         summed: bool,
@@ -211,10 +211,10 @@ class ScatteredCopier:
         addresses = tuple(map(torch.Tensor.data_ptr, data))
         targets: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
-            names = found.parameters if isinstance(found, _Prepared) else _parameters_of(plan, numbers)
+            names = found.parameters if isinstance(found, _ScatteredLaunches) else _parameters_of(plan, numbers)
             targets = targets, tuple(map(torch.Tensor.data_ptr, map(staging.targets.__getitem__, names)))
         place = addresses, targets
-        if not isinstance(found, _Prepared) or place not in found.launches:
+        if not isinstance(found, _ScatteredLaunches) or place not in found.launches:
             found = self._prepare(plan, numbers, device, list(map(torch.Tensor.numel, data)), staging, far)
         prepared = found
 
@@ -240,17 +240,21 @@ class ScatteredCopier:
         numbers: tuple[int, ...],
         device: torch.device,
         sizes: Sequence[int],
-        staging: Staging,
+        staging: StagingSet,
         far: frozenset[int] = frozenset(),
-    ) -> _Prepared:
+    ) -> _ScatteredLaunches:
         """The launches of the copies out of these buffers, wherever all lies; ``sizes`` are theirs, in bytes."""
         known = plan.prepared.get((numbers, device, far))
-        names = known.parameters if isinstance(known, _Prepared) else _parameters_of(plan, numbers)
+        names = known.parameters if isinstance(known, _ScatteredLaunches) else _parameters_of(plan, numbers)
         found = list(map(staging.targets.__getitem__, names))
-        if isinstance(known, _Prepared) and known.form.fits(found) and all(map(operator.le, known.sizes, sizes)):
+        if (
+            isinstance(known, _ScatteredLaunches)
+            and known.form.fits(found)
+            and all(map(operator.le, known.sizes, sizes))
+        ):
             return known
         targets = dict(zip(names, found, strict=True))
-        template, rest = None, _Rest()
+        template, rest = None, _PlainShareCopies()
         if not far:  # copy engines may bring what is far
             made = StandIns()
             near = {name: made.of(target) if target.device == device else target for name, target in targets.items()}
@@ -261,12 +265,12 @@ class ScatteredCopier:
             memories = [(places[buffer], written[name]) for buffer, name in ends]
             template = Template(transfers, memories, device)
         launches = PlacedLaunches(device, self._num_routes)
-        prepared = _Prepared(sizes, names, TensorPlaces(found), template, launches, rest)
+        prepared = _ScatteredLaunches(sizes, names, TensorPlaces(found), template, launches, rest)
         plan.prepared[numbers, device, far] = prepared
         return prepared
 
 
-def _placed(prepared: _Prepared, addresses: Sequence[int], targets: Mapping[str, torch.Tensor]) -> Placed:
+def _placed(prepared: _ScatteredLaunches, addresses: Sequence[int], targets: Mapping[str, torch.Tensor]) -> Placed:
     assert prepared.template is not None
     written = map(targets.__getitem__, prepared.parameters)
     return Placed(prepared.template, [*addresses, *map(torch.Tensor.data_ptr, written)])
@@ -282,17 +286,17 @@ def _transfers_of(
     flats: Sequence[Flat],
     target: Callable[[str], torch.Tensor],
     far: Collection[int] = (),
-) -> tuple[list[Transfer], list[tuple[int, str]], _Rest]:
+) -> tuple[list[Transfer], list[tuple[int, str]], _PlainShareCopies]:
     """The transfers out of some buffers, with the number of the buffer and the parameter of each; and what is none."""
     found: list[Transfer] = []
     ends: list[tuple[int, str]] = []
-    rest: _Rest = []
+    rest: _PlainShareCopies = []
     for number, flat in zip(numbers, flats, strict=True):
         is_far = number in far
         for share in plan.buffers[number]:
             copy, spec = share.copy, share.slot.spec
             part = flat.region(spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
-            piece = Piece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
+            piece = TensorPiece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
             written = written_by(copy, target(copy.parameter))
             transfer = Transfer(piece=piece, target=written, total=share.route, far=is_far)
             if can_transfer(transfer):

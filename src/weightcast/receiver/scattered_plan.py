@@ -21,11 +21,11 @@ from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
 from weightcast.wire.plans import UpdateTables
 from weightcast.wire.routes import Region, Route
 
-Parts = tuple[tuple[Part, ...], ...]
+BufferParts = tuple[tuple[Part, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BufferBox:
     """A box of a slot's tensor, and where it lies.
 
     Attributes:
@@ -86,9 +86,9 @@ class ScatteredPlan:
     """
 
     layout: BucketLayout
-    parts: Parts | tuple[MappedPart, ...]
+    parts: BufferParts | tuple[MappedPart, ...]
     buffers: Sequence[Sequence[ShareCopy]]
-    wholes: Mapping[int, Sequence[Source]]
+    wholes: Mapping[int, Sequence[BufferBox]]
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
 
 
@@ -120,14 +120,14 @@ def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted
     return found
 
 
-def plan_scattered(layout: BucketLayout, parts: Parts, routes: ShareRoutes) -> ScatteredPlan:
+def plan_scattered(layout: BucketLayout, parts: BufferParts, routes: ShareRoutes) -> ScatteredPlan:
     """Works out the copies out of several trainer ranks' buckets, in which each part lies at its place.
 
     Raises:
         Refused: The parts are not every slot exactly once; the text names one tensor.
     """
     _check_parts(layout, parts)
-    sources: dict[int, list[Source]] = {}
+    sources: dict[int, list[BufferBox]] = {}
     for buffer, own in enumerate(parts):
         for part in own:
             sources.setdefault(part.slot, []).append(_in_bucket(layout, part, buffer))
@@ -136,7 +136,7 @@ def plan_scattered(layout: BucketLayout, parts: Parts, routes: ShareRoutes) -> S
 
 def plan_exchange(
     layout: BucketLayout,
-    parts: Parts,
+    parts: BufferParts,
     wanted: Wanted,
     routes: ShareRoutes,
     *,
@@ -153,7 +153,7 @@ def plan_exchange(
     messages: list[PieceMessage] = []
     starts: list[int] = []
     end = 0
-    sources: dict[int, list[Source]] = {}
+    sources: dict[int, list[BufferBox]] = {}
     buffers = {trainer: number for number, trainer in enumerate(near, 1)}
     for trainer, own in enumerate(parts):
         if trainer in buffers:
@@ -168,7 +168,7 @@ def plan_exchange(
             slot = layout.slots[piece.slot]
             first = (end + piece.offset_bytes) // slot.spec.torch_dtype.itemsize
             whole = wanted[slot.spec.name][piece.wanted].box
-            source = Source(0, piece.box, first, contiguous_strides(piece.box.shape), whole)
+            source = BufferBox(0, piece.box, first, contiguous_strides(piece.box.shape), whole)
             sources.setdefault(piece.slot, []).append(source)
         end += message.size_bytes
     copies = _plan_copies(layout, parts, sources, 1 + len(near), routes)
@@ -184,7 +184,7 @@ def plan_mapped(
         Refused: As ``plan_scattered``; or a part lies beyond its memory.
     """
     _check_parts(layout, (parts,))
-    sources: dict[int, list[Source]] = {}
+    sources: dict[int, list[BufferBox]] = {}
     for part in parts:
         slot = layout.slots[part.slot]
         itemsize = slot.spec.torch_dtype.itemsize
@@ -192,18 +192,18 @@ def plan_mapped(
         fits = part.memory < len(sizes) and len(part.stride) == len(part.shape) and not odd
         if not fits or span_of(whole, part.shape, part.stride).end * itemsize > sizes[part.memory]:
             raise Refused(f"{slot.spec.name}: {part.box} does not lie in the memory that was announced")
-        sources.setdefault(part.slot, []).append(Source(part.memory, part.box, whole, part.stride))
+        sources.setdefault(part.slot, []).append(BufferBox(part.memory, part.box, whole, part.stride))
     return _plan_copies(layout, parts, sources, len(sizes), routes)
 
 
-def _in_bucket(layout: BucketLayout, part: Part, buffer: int) -> Source:
+def _in_bucket(layout: BucketLayout, part: Part, buffer: int) -> BufferBox:
     """A part that lies at its place in a bucket."""
     slot = layout.slots[part.slot]
     stride = contiguous_strides(slot.shape)
     first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
         (at - zero) * step for at, zero, step in zip(part.offset, slot.box.offset, stride, strict=True)
     )
-    return Source(buffer, part.box, first, stride)
+    return BufferBox(buffer, part.box, first, stride)
 
 
 def clipped(route: Route, box: Box) -> Route | None:
@@ -226,14 +226,14 @@ def clipped(route: Route, box: Box) -> Route | None:
 
 def _plan_copies(
     layout: BucketLayout,
-    parts: Parts | tuple[MappedPart, ...],
-    sources: Mapping[int, Sequence[Source]],
+    parts: BufferParts | tuple[MappedPart, ...],
+    sources: Mapping[int, Sequence[BufferBox]],
     num_buffers: int,
     routes: ShareRoutes,
 ) -> ScatteredPlan:
     """The copies, once it is shown that together they are each element of each route, once."""
     buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
-    wholes: dict[int, Sequence[Source]] = {}
+    wholes: dict[int, Sequence[BufferBox]] = {}
     for number, slot in enumerate(layout.slots):
         name, found = slot.spec.name, sources.get(number, ())
         rows, computed = slot.box, slot.spec.name in routes.computed
@@ -255,7 +255,7 @@ def _plan_copies(
     return ScatteredPlan(layout, parts, buffers, wholes)
 
 
-def _copy_of(piece: Route, source: Source) -> Copy:
+def _copy_of(piece: Route, source: BufferBox) -> Copy:
     region = piece.region
     first = sum(
         (at - zero) * step for at, zero, step in zip(piece.box_offset, source.box.offset, source.stride, strict=True)
@@ -270,7 +270,7 @@ def _copy_of(piece: Route, source: Source) -> Copy:
     )
 
 
-def _check_parts(layout: BucketLayout, parts: Parts | tuple[tuple[MappedPart, ...]]) -> None:
+def _check_parts(layout: BucketLayout, parts: BufferParts | tuple[tuple[MappedPart, ...]]) -> None:
     """Refuses parts that are not every slot of the bucket exactly once."""
     boxes: dict[int, list[Box]] = {}
     for own in parts:

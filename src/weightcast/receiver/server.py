@@ -30,7 +30,7 @@ _SPARE_BYTES = 8 << 20  # of a message, for everything but the tensors that it n
 _TIMES_THE_TABLE = 4
 _DECODED_AT_ONCE_BYTES = 64 << 10
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Score = Callable[[Sequence[int]], Sequence[float]]
+ScorePrompt = Callable[[Sequence[int]], Sequence[float]]
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +115,7 @@ class Late:
         self._now().lease_lost(session)
 
 
-def weight_routes(engine: Answers, score: Score | None = None, *, guard: Guard | None = None) -> APIRouter:
+def weight_routes(engine: Answers, score: ScorePrompt | None = None, *, guard: Guard | None = None) -> APIRouter:
     """Returns the routes of an update.
 
     Args:

@@ -12,7 +12,7 @@ from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import OpenSession, owner
 from weightcast.watch.events import Step, short
-from weightcast.watch.listeners import Guard
+from weightcast.watch.listeners import GuardedCalls
 from weightcast.watch.sessions import Answered, SessionOutcome, SessionRecord, SessionWatcher
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineStatus, UpdateStatus
@@ -28,7 +28,7 @@ class SessionEvents:
 
     def __init__(self, watchers: Iterable[SessionWatcher], state: EngineState) -> None:
         self._watchers = tuple(watchers)
-        self._guard = Guard()
+        self._guard = GuardedCalls()
         self._lock = threading.RLock()  # of the record, and of calls to watchers
         self._engine = state
         self._open: OpenSession | None = None

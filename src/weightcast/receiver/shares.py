@@ -13,7 +13,7 @@ from weightcast.comm.group_moves import Move
 from weightcast.errors import Refused, WeightcastError
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.scattered_plan import ExchangePlan, ScatteredPlan
-from weightcast.receiver.sources.broadcast import BroadcastSource, Passing
+from weightcast.receiver.sources.broadcast import GroupSource, Passing
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
@@ -50,7 +50,7 @@ class Shares:
 
     loader: Loader
     memory: SharedMemorySource
-    groups: BroadcastSource
+    groups: GroupSource
     device: torch.device
     remote: RemoteMemorySource = field(init=False)
     _rooms: list[_Room] = field(default_factory=list)

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from weightcast.digest.copies import bits
-from weightcast.digest.exchange import Exchange
+from weightcast.digest.exchange import MemoryExchange
 from weightcast.errors import ConfigError
 from weightcast.receiver.mapped_set import MappedSet
 from weightcast.runtime.free_memory import free_host_bytes
@@ -23,7 +23,7 @@ from weightcast.runtime.mapped_memory import CudaMapper, can_map
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 
-Place = Literal["device", "host", "none"]
+StagingPlace = Literal["device", "host", "none"]
 Tensors = Mapping[str, torch.Tensor]
 _CHUNK_BYTES = 32 << 20
 _HEADROOM = 1.2
@@ -41,12 +41,14 @@ class _Placing:
     """
 
     live: TensorPlaces
-    exchange: Exchange | None
+    exchange: MemoryExchange | None
     flipped: _Placing | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
 
-def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes: int, device: torch.device) -> Place:
+def choose_place(
+    asked: Literal["auto", "device", "host", "none"], *, size_bytes: int, device: torch.device
+) -> StagingPlace:
     """Chooses the place of a staging set; raises ``ConfigError`` if the place asked for has too little free memory."""
     if asked == "none":
         return "none"
@@ -72,13 +74,13 @@ def mapper_of(device: torch.device) -> CudaMapper | None:
 
 
 # Over 350 lines: however a parameter is exchanged, a flip that fails half way is undone by one account of its progress.
-class Staging:
+class StagingSet:
     """A second set of parameters, and its exchange with the live one."""
 
     def __init__(
         self,
         residents: Mapping[str, torch.Tensor],
-        place: Place,
+        place: StagingPlace,
         *,
         keep_storage: bool = False,
         in_order: bool = False,
@@ -101,7 +103,7 @@ class Staging:
                 other memory to their new addresses.
             after_move: Frees the memory that those parameters have left.
         """
-        self.place: Place = place
+        self.place: StagingPlace = place
         self._keep_storage = keep_storage
         self._may_move = may_move and keep_storage and place == "device"
         self._after_move = after_move
@@ -355,7 +357,7 @@ class Staging:
     def _placed(self) -> _Placing:
         """The placing of both sets as they lie now."""
         pairs = [(tensor, self._waiting[name]) for name, tensor in self._small.items() if name in self._waiting]
-        return _Placing(TensorPlaces(self._tensors), Exchange(pairs) if pairs else None)
+        return _Placing(TensorPlaces(self._tensors), MemoryExchange(pairs) if pairs else None)
 
     def _after(self) -> _Placing:
         """The placing after a flip, which is the one before the flip before."""

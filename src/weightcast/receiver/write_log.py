@@ -46,7 +46,7 @@ class _Write:
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
+class WriteResult:
     """The copies and constants that all writes leave together.
 
     Attributes:
@@ -81,9 +81,9 @@ class WriteLog:
         region = Region(offset=offset, shape=tuple(target.shape), stride=tuple(target.stride()))
         self._note(_Write(parameter=parameter, whole=whole, region=region, value=value, source=source))
 
-    def result(self) -> Result:
+    def result(self) -> WriteResult:
         """Works out what all writes leave together."""
-        result = Result()
+        result = WriteResult()
         for writes in self._by_storage.values():
             if any(write.route is None for write in writes):
                 self._hide_covered(writes, result)
@@ -103,7 +103,7 @@ class WriteLog:
         self._order.append(write)
         self._by_storage.setdefault(storage_id(write.whole), []).append(write)
 
-    def _hide_covered(self, writes: list[_Write], result: Result) -> None:
+    def _hide_covered(self, writes: list[_Write], result: WriteResult) -> None:
         """Takes from each write what a later one covers, if either is a constant; copies over copies are refused."""
         for number, later in enumerate(writes):
             for earlier in writes[:number]:
@@ -126,7 +126,7 @@ class WriteLog:
         common = [intersection(part, found[0]) for part in parts] if found is not None else []
         return [part for part in common if part is not None]
 
-    def _check_constant(self, write: _Write, result: Result) -> None:
+    def _check_constant(self, write: _Write, result: WriteResult) -> None:
         """A constant counts only if the parameter has had it since the model's first load, and keeps it."""
         live = write.whole.as_strided(
             write.region.shape, write.region.stride, int(write.whole.storage_offset()) + write.region.offset

@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from weightcast.errors import ConfigError, Refused
-from weightcast.rollout.commands import Chosen, Decode, Move, Prefill, Sampling, Shift
+from weightcast.rollout.commands import Chosen, Decode, Prefill, Sampling, Shift, SlotCopy
 from weightcast.rollout.requests import FinishReason, Generation, GenerationRequest
 
-Ended = list[tuple["TokenSequence", FinishReason, str | None]]
+EndedSequences = list[tuple["TokenSequence", FinishReason, str | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class TokenSequence:
         self.random = random.Random(request.seed)
 
 
-class Batch:
+class ContinuousBatch:
     """Running and waiting requests of one engine, with counters.
 
     Attributes:
@@ -90,7 +90,7 @@ class Batch:
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.finished: dict[str, int] = {}
         self._limits = limits
-        self._moves: list[Move] = []
+        self._moves: list[SlotCopy] = []
 
     def add(self, generation: Generation, *, stop: frozenset[int], stops_text: Callable[[int], bool]) -> None:
         """Queues a request; ``stops_text`` takes each new token and tells whether its text ends the request.
@@ -152,9 +152,9 @@ class Batch:
         )
         return command, self.running
 
-    def take(self, sequences: Sequence[TokenSequence], chosen: Chosen, *, version: int) -> Ended:
+    def take(self, sequences: Sequence[TokenSequence], chosen: Chosen, *, version: int) -> EndedSequences:
         """Gives each request of a step the token that was chosen for it; returns the complete ones, for ``end``."""
-        ended: Ended = []
+        ended: EndedSequences = []
         for sequence, token, logprob, top in zip(sequences, chosen.tokens, chosen.logprobs, chosen.top, strict=True):
             sequence.cached = len(sequence.tokens)
             if token < 0:
@@ -170,7 +170,7 @@ class Batch:
         self.generated_tokens += len(chosen.tokens)
         return ended
 
-    def end(self, ended: Ended, *, version: int) -> None:
+    def end(self, ended: EndedSequences, *, version: int) -> None:
         """Removes running requests that are complete."""
         for sequence, reason, error in ended:
             self._remove_running(sequence)
@@ -222,9 +222,9 @@ class Batch:
         last = self.running.pop()
         if last is not sequence:
             self.running[slot] = last
-            self._moves.append(Move(len(self.running), slot, last.cached))
+            self._moves.append(SlotCopy(len(self.running), slot, last.cached))
 
-    def _take_moves(self) -> list[Move]:
+    def _take_moves(self) -> list[SlotCopy]:
         moves, self._moves = self._moves, []
         return moves
 

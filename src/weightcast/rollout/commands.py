@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from weightcast.receiver.staging import Place
+from weightcast.receiver.staging import StagingPlace
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 
@@ -54,7 +54,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     shifts: list[Shift] = []
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
+class SlotCopy(msgspec.Struct, frozen=True, array_like=True):
     """Copies the first `length` positions of slot `source` over slot `target`."""
 
     source: int
@@ -72,7 +72,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
         sampling: Settings of each row, then of each twin.
     """
 
-    moves: list[Move]
+    moves: list[SlotCopy]
     first_slot: int
     rows: list[list[int]]
     twins: list[int]
@@ -82,7 +82,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
     """Appends one token, at its position, to each slot from 0 on and chooses the next token of each."""
 
-    moves: list[Move]
+    moves: list[SlotCopy]
     tokens: list[int]
     positions: list[int]
     sampling: Sampling
@@ -147,7 +147,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ranks: list[RankInfo]
-    staging: Place
+    staging: StagingPlace
     staging_bytes: int
     specs: list[TensorSpec]
     dtype: str

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from weightcast.errors import Refused
 from weightcast.receiver.session import SessionHandler
 from weightcast.rollout.scheduler import Scheduler
-from weightcast.rollout.text import Text
+from weightcast.rollout.text import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RolloutEngine:
     """
 
     scheduler: Scheduler
-    text: Text | None
+    text: TextTokenizer | None
     model: str
     receiver: SessionHandler | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)

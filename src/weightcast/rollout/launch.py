@@ -44,7 +44,7 @@ from weightcast.rollout.checkpoint import check_config, config_dtype, parse_dtyp
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.server import BoundedHttp, ExtraRoutes, build_app
-from weightcast.rollout.text import Text
+from weightcast.rollout.text import TextTokenizer
 from weightcast.rollout.worker import WorkerSettings, import_for_ranks, make_worker
 from weightcast.runtime.gc_pause import spare_what_lives
 from weightcast.version import __version__
@@ -187,7 +187,7 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> RolloutEngine:
     """Starts ranks, scheduler and receiver; `stack` closes them in reverse order."""
-    text = Text.load(Path(config.model_dir), max_len=settings.max_len)
+    text = TextTokenizer.load(Path(config.model_dir), max_len=settings.max_len)
     if config.executor == "ray":
         if make_executor is None:
             raise ConfigError("executor ray needs make_executor", hint="use `weightcast serve --executor ray`")

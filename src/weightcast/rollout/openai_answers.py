@@ -10,12 +10,12 @@ from typing import Any
 
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.openai_requests import ChatRequest, CompletionRequest, Sampled
-from weightcast.rollout.requests import Answer
-from weightcast.rollout.text import Text
+from weightcast.rollout.requests import GenerateAnswer
+from weightcast.rollout.text import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class AnswerChunk:
     """One complete answer, or the part of one that an event of a stream has.
 
     Attributes:
@@ -27,7 +27,7 @@ class Piece:
 
     index: int
     text: str
-    answer: Answer
+    answer: GenerateAnswer
     finish_reason: str | None
     start: int = 0
     offset: int = 0
@@ -42,7 +42,7 @@ class Piece:
         return zip(answer.tokens[start:], answer.logprobs[start:], answer.top[start:], strict=True)
 
 
-class Shape:
+class AnswerShape:
     """The response format of one of the two endpoints."""
 
     prefix = ""
@@ -54,13 +54,13 @@ class Shape:
         self._ids = body.return_token_ids
         self._created = int(time.time())
 
-    def whole(self, call: str, choices: Sequence[Piece], counts: dict[str, int]) -> dict[str, Any]:
+    def whole(self, call: str, choices: Sequence[AnswerChunk], counts: dict[str, int]) -> dict[str, Any]:
         """A response that is not streamed."""
         entries = [{**self._entry(choice, "message"), **_versions([choice.answer])} for choice in choices]
         head = self._head(call, self.kind)
         return {**head, "choices": entries, "usage": counts, **_versions([choice.answer for choice in choices])}
 
-    def piece(self, call: str, piece: Piece) -> dict[str, Any]:
+    def piece(self, call: str, piece: AnswerChunk) -> dict[str, Any]:
         """One event of a stream; the last of a choice has the weight versions of its tokens."""
         entry, known = self._entry(piece, "delta"), _versions([piece.answer])
         if piece.finish_reason is not None:
@@ -75,11 +75,11 @@ class Shape:
         """The event with the token counts."""
         return {**self._head(call, self.chunk_kind), "choices": [], "usage": counts}
 
-    def content(self, piece: Piece, key: str) -> dict[str, Any]:
+    def content(self, piece: AnswerChunk, key: str) -> dict[str, Any]:
         """Text and log-probabilities; ``key`` is where a chat has its text."""
         raise AssertionError("each endpoint has its own")
 
-    def _entry(self, piece: Piece, key: str) -> dict[str, Any]:
+    def _entry(self, piece: AnswerChunk, key: str) -> dict[str, Any]:
         entry = {"index": piece.index, **self.content(piece, key), "finish_reason": piece.finish_reason}
         return {**entry, "token_ids": piece.tokens} if self._ids else entry
 
@@ -87,7 +87,7 @@ class Shape:
         return {"id": f"{self.prefix}-{call}", "object": kind, "created": self._created, "model": self._engine.model}
 
 
-class CompletionShape(Shape):
+class CompletionShape(AnswerShape):
     """The response format of ``/v1/completions``."""
 
     prefix = "cmpl"
@@ -97,13 +97,13 @@ class CompletionShape(Shape):
         super().__init__(engine, body)
         self._logprobs = body.logprobs is not None
 
-    def content(self, piece: Piece, key: str) -> dict[str, Any]:
-        """As ``Shape.content``."""
+    def content(self, piece: AnswerChunk, key: str) -> dict[str, Any]:
+        """As ``AnswerShape.content``."""
         numbers = _completion_logprobs(self._engine.text, piece) if self._logprobs else None
         return {"text": piece.text, "logprobs": numbers}
 
 
-class ChatShape(Shape):
+class ChatShape(AnswerShape):
     """The response format of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
@@ -114,14 +114,14 @@ class ChatShape(Shape):
         super().__init__(engine, body)
         self._logprobs = bool(body.logprobs)
 
-    def content(self, piece: Piece, key: str) -> dict[str, Any]:
-        """As ``Shape.content``; the role comes with an answer's first tokens."""
+    def content(self, piece: AnswerChunk, key: str) -> dict[str, Any]:
+        """As ``AnswerShape.content``; the role comes with an answer's first tokens."""
         role = {} if piece.start else {"role": "assistant"}
         numbers = _chat_logprobs(self._engine.text, piece) if self._logprobs else None
         return {key: {**role, "content": piece.text}, "logprobs": numbers}
 
 
-def usage(prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, int]:
+def usage(prompt_tokens: int, answers: Iterable[GenerateAnswer]) -> dict[str, int]:
     """Token counts of a response."""
     completion = sum(len(answer.tokens) for answer in answers)
     return {
@@ -131,7 +131,7 @@ def usage(prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, int]:
     }
 
 
-def _spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
+def _spans(answers: Iterable[GenerateAnswer]) -> list[dict[str, int]]:
     """Number of tokens from each weight version: one answer's in order, several answers' summed by version."""
     listed = list(answers)
     if len(listed) == 1:
@@ -143,11 +143,11 @@ def _spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
     return [{"version": version, "tokens": count} for version, count in sorted(totals.items())]
 
 
-def _versions(answers: Sequence[Answer]) -> dict[str, Any]:
+def _versions(answers: Sequence[GenerateAnswer]) -> dict[str, Any]:
     return {"weight_version": max(answer.version for answer in answers), "weight_versions": _spans(answers)}
 
 
-def _completion_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
+def _completion_logprobs(text: TextTokenizer | None, piece: AnswerChunk) -> dict[str, Any]:
     scored = list(piece.scored)
     words = [_piece(text, token) for token, _, _ in scored]
     top = [{_piece(text, token): value for token, value in others} for _, _, others in scored]
@@ -159,7 +159,7 @@ def _completion_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
+def _chat_logprobs(text: TextTokenizer | None, piece: AnswerChunk) -> dict[str, Any]:
     return {
         "content": [
             {**_entry(text, token, value), "top_logprobs": [_entry(text, *other) for other in others]}
@@ -168,10 +168,10 @@ def _chat_logprobs(text: Text | None, piece: Piece) -> dict[str, Any]:
     }
 
 
-def _entry(text: Text | None, token: int, value: float) -> dict[str, Any]:
+def _entry(text: TextTokenizer | None, token: int, value: float) -> dict[str, Any]:
     piece = _piece(text, token)
     return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
 
 
-def _piece(text: Text | None, token: int) -> str:
+def _piece(text: TextTokenizer | None, token: int) -> str:
     return text.piece(token) if text is not None else f"token_id:{token}"

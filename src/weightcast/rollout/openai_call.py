@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.rollout.engine import RolloutEngine
-from weightcast.rollout.openai_answers import ChatShape, CompletionShape, Piece, Shape, usage
+from weightcast.rollout.openai_answers import AnswerChunk, AnswerShape, ChatShape, CompletionShape, usage
 from weightcast.rollout.openai_requests import ChatRequest, CompletionRequest, Sampled
-from weightcast.rollout.requests import Answer, Generation, GenerationRequest
+from weightcast.rollout.requests import GenerateAnswer, Generation, GenerationRequest
 from weightcast.rollout.responses import REFUSALS, REFUSED, error_body, json_response
 from weightcast.rollout.text import TextStream
 
@@ -97,7 +97,7 @@ class Call:
 
         return stops
 
-    async def answer(self, request: Request, shape: Shape) -> Response:
+    async def answer(self, request: Request, shape: AnswerShape) -> Response:
         """The response, whole or as a stream."""
         if self._body.stream:
             return StreamingResponse(self._events(shape), media_type="text/event-stream")
@@ -111,12 +111,12 @@ class Call:
         body = shape.whole(self.id, choices, usage(self.prompt_tokens, [choice.answer for choice in choices]))
         return json_response(body)
 
-    async def _choice(self, index: int) -> Piece:
+    async def _choice(self, index: int) -> AnswerChunk:
         generation, text = self._generations[index], self._engine.text
         if not self._body.stops or text is None:
             answer = await generation.finished()
             plain = text.decode(answer.tokens) if text is not None else ""
-            return Piece(index=index, text=plain, answer=answer, finish_reason=answer.finish_reason)
+            return AnswerChunk(index=index, text=plain, answer=answer, finish_reason=answer.finish_reason)
         stream, written = TextStream(text, self._body.stops), ""
         async for gained in generation.progress():
             written += stream.feed(gained.tokens)
@@ -126,12 +126,12 @@ class Call:
             written += stream.end()
         if not stream.stopped:
             answer = await generation.finished()
-            return Piece(index=index, text=written, answer=answer, finish_reason=answer.finish_reason)
+            return AnswerChunk(index=index, text=written, answer=answer, finish_reason=answer.finish_reason)
         self._engine.scheduler.abort(generation.request.request_id)
         answer = _first(generation.answer, stream.num_tokens)
-        return Piece(index=index, text=written, answer=answer, finish_reason="stop")
+        return AnswerChunk(index=index, text=written, answer=answer, finish_reason="stop")
 
-    async def _events(self, shape: Shape) -> AsyncIterator[bytes]:
+    async def _events(self, shape: AnswerShape) -> AsyncIterator[bytes]:
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(index, shape, queue)) for index in range(len(self._generations))]
         try:
@@ -151,7 +151,7 @@ class Call:
             for reader in readers:
                 reader.cancel()
 
-    async def _read(self, index: int, shape: Shape, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def _read(self, index: int, shape: AnswerShape, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
         """Turns one generation into events; always puts None at its end."""
         generation, text = self._generations[index], self._engine.text
         stream = TextStream(text, self._body.stops) if text is not None else None
@@ -167,7 +167,7 @@ class Call:
                 finish = "stop" if stopped else gained.finish_reason
                 if finish is not None and stream is not None:
                     written += stream.end()
-                piece = Piece(
+                piece = AnswerChunk(
                     index=index,
                     text=written,
                     answer=_first(generation.answer, start + used),
@@ -190,14 +190,14 @@ class Call:
                 self._engine.scheduler.abort(generation.request.request_id)
 
 
-def _first(answer: Answer, count: int) -> Answer:
+def _first(answer: GenerateAnswer, count: int) -> GenerateAnswer:
     spans: list[tuple[int, int]] = []
     left = count
     for version, tokens in list(answer.spans):
         if left > 0:
             spans.append((version, min(tokens, left)))
         left -= tokens
-    return Answer(
+    return GenerateAnswer(
         tokens=answer.tokens[:count],
         logprobs=answer.logprobs[:count],
         top=answer.top[:count],

@@ -70,7 +70,7 @@ _NOTES = frozenset({"metadata", "prompt_cache_key", "request_id", "safety_identi
 MAX_PROMPTS = 1024
 _MOST = (1 << 31) - 1  # largest count of tokens and largest token id; the ranks' commands have 64-bit integers
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-TokenId = Annotated[int, Field(ge=0, le=_MOST)]
+RequestTokenId = Annotated[int, Field(ge=0, le=_MOST)]
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
@@ -122,11 +122,13 @@ class Sampled(BaseModel):
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)] | None = None
+    logit_bias: (
+        Annotated[dict[RequestTokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None
+    ) = None
+    allowed_token_ids: Annotated[list[RequestTokenId], Field(min_length=1, max_length=1 << 20)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[RequestTokenId], Field(max_length=256)] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

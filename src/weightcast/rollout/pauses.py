@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weightcast.config import PauseMode
 from weightcast.errors import Refused
-from weightcast.rollout.batch import Batch
+from weightcast.rollout.batch import ContinuousBatch
 from weightcast.rollout.requests import Generation
 
 SLEEP = "sleep"
@@ -71,7 +71,7 @@ class Pauses:
         """Ends a holder's pause, if it has one."""
         self._holders.discard(holder)
 
-    def settle(self, batch: Batch, *, version: int) -> bool:
+    def settle(self, batch: ContinuousBatch, *, version: int) -> bool:
         """Carries out the pauses that are possible between two steps; True if waiting threads must be notified."""
         settled = False
         for pause in list(self._asked):

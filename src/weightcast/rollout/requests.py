@@ -61,7 +61,7 @@ class GenerationRequest:
 
 
 @dataclass(slots=True)
-class Answer:
+class GenerateAnswer:
     """Tokens so far, with the weight version of each.
 
     Attributes:
@@ -95,7 +95,7 @@ class Generation:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.answer = Answer()  # so far; complete once `finish_reason` is set
+        self.answer = GenerateAnswer()  # so far; complete once `finish_reason` is set
         self._held: _Held | None = None
         self._changed = threading.Condition()
         self._read = 0
@@ -172,7 +172,7 @@ class Generation:
 
     # -- the reader's side
 
-    def result(self, timeout_s: float) -> Answer:
+    def result(self, timeout_s: float) -> GenerateAnswer:
         """Waits in a thread until the answer is complete.
 
         Raises:
@@ -186,19 +186,19 @@ class Generation:
                 )
         return self._complete()
 
-    async def finished(self) -> Answer:
+    async def finished(self) -> GenerateAnswer:
         """Waits in an event loop until the answer is complete; ``EngineFailure`` if it ended with an error."""
         await self._wait(each_token=False)
         return self._complete()
 
-    async def progress(self) -> AsyncIterator[Answer]:
+    async def progress(self) -> AsyncIterator[GenerateAnswer]:
         """Yields each new part of the answer, without versions; the last one has the finish reason."""
         while True:
             await self._wait(each_token=True)
             with self._changed:
                 answer, start = self.answer, self._read
                 self._read = len(answer.tokens)
-                gained = Answer(
+                gained = GenerateAnswer(
                     tokens=answer.tokens[start:],
                     logprobs=answer.logprobs[start:],
                     top=answer.top[start:],
@@ -209,7 +209,7 @@ class Generation:
             if gained.finish_reason is not None:
                 return
 
-    def _complete(self) -> Answer:
+    def _complete(self) -> GenerateAnswer:
         if self.answer.finish_reason == "error":
             raise EngineFailure(self.answer.error or "the engine failed")
         return self.answer

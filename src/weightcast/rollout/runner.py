@@ -65,7 +65,7 @@ class Runner:
                 pass  # the worker describes itself
         return commands.Done()
 
-    def _move(self, moves: list[commands.Move]) -> None:
+    def _move(self, moves: list[commands.SlotCopy]) -> None:
         for move in moves:
             self._cache.copy(move.source, move.target, length=move.length)
 

@@ -22,15 +22,15 @@ from weightcast.config import PauseMode
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.executor import Executor
 from weightcast.rollout import commands
-from weightcast.rollout.batch import Batch, Limits, TokenSequence, check_tokens
+from weightcast.rollout.batch import ContinuousBatch, Limits, TokenSequence, check_tokens
 from weightcast.rollout.commands import Chosen, Command, Done, Scores
 from weightcast.rollout.pauses import SLEEP, UPDATE, Pauses, Unproven
 from weightcast.rollout.requests import Generation, GenerationRequest
 
 log = logging.getLogger("weightcast.rollout")
 
-EngineState = Literal["serving", "paused", "asleep", "failed"]
-Answered = TypeVar("Answered", Chosen, Scores, Done)
+SchedulerState = Literal["serving", "paused", "asleep", "failed"]
+CommandAnswer = TypeVar("CommandAnswer", Chosen, Scores, Done)
 
 _HEARTBEAT_S = 1.0
 
@@ -39,7 +39,7 @@ _HEARTBEAT_S = 1.0
 class Stats:
     """Counters since the start, and the present state."""
 
-    state: EngineState
+    state: SchedulerState
     version: int
     running: int
     waiting: int
@@ -72,7 +72,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self.version = version
         self._changed = threading.Condition()
-        self._batch = Batch(limits)
+        self._batch = ContinuousBatch(limits)
         self._aborted: set[str] = set()
         self._pauses = Pauses()
         self._jobs: deque[Callable[[], None]] = deque()
@@ -326,7 +326,7 @@ class Scheduler:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def _state(self) -> EngineState:
+    def _state(self) -> SchedulerState:
         if self.failure is not None:
             return "failed"
         if self._pauses.held_by(SLEEP):
@@ -406,17 +406,17 @@ class Scheduler:
 
     # -- commands
 
-    def _run(self, command: Command, kind: type[Answered]) -> Answered:
+    def _run(self, command: Command, kind: type[CommandAnswer]) -> CommandAnswer:
         return commands.decode_answer(self._executor.run(commands.encode(command)), kind)
 
     def _do(
-        self, command: Command, kind: type[Answered], timeout_s: float, *, check: Callable[[], None] = lambda: None
-    ) -> Answered:
+        self, command: Command, kind: type[CommandAnswer], timeout_s: float, *, check: Callable[[], None] = lambda: None
+    ) -> CommandAnswer:
         """Lets the loop run a command between two steps, and waits for its answer.
 
         The loop calls `check` right before the command; if it raises `Refused`, the command does not run.
         """
-        future: Future[Answered] = Future()
+        future: Future[CommandAnswer] = Future()
 
         def job() -> None:
             try:

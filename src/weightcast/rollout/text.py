@@ -15,7 +15,7 @@ _FOR_TEMPLATES = frozenset({"tools", "documents"})  # parameters of `apply_chat_
 _CHARACTERS_PER_TOKEN = 256  # no tokenizer has longer tokens; longer texts are refused before they are tokenized
 
 
-class Text:
+class TextTokenizer:
     """The tokenizer of one model, in whose context ``max_len`` tokens fit."""
 
     def __init__(self, tokenizer: Any, *, max_len: int) -> None:
@@ -26,7 +26,7 @@ class Text:
         self._not_for_templates = _parameters(methods) - _FOR_TEMPLATES
 
     @staticmethod
-    def load(model_dir: Path, *, max_len: int) -> Text | None:
+    def load(model_dir: Path, *, max_len: int) -> TextTokenizer | None:
         """Loads the tokenizer of a model folder; None if the folder has none."""
         if not any((model_dir / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
@@ -34,7 +34,7 @@ class Text:
             tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)  # pyright: ignore[reportUnknownMemberType]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"the tokenizer of {model_dir} cannot be loaded: {error}") from error
-        return Text(tokenizer, max_len=max_len)
+        return TextTokenizer(tokenizer, max_len=max_len)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects at the start.
@@ -100,7 +100,7 @@ class TextStream:
     last half character back for ever, raises for some bytes of a tokenizer with byte fallback, and takes no slow one.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:
+    def __init__(self, text: TextTokenizer, stops: Sequence[str] = ()) -> None:
         self._text = text
         self._stops = tuple(stops)
         self._tokens: list[int] = []

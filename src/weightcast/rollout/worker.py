@@ -20,17 +20,17 @@ from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.beside_steps import BesideSteps
 from weightcast.receiver.rank import StagingChoice
-from weightcast.receiver.staging import Place, choose_place
+from weightcast.receiver.staging import StagingPlace, choose_place
 from weightcast.rollout import commands
 from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.rollout.checkpoint import parse_dtype, weight_files
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 from weightcast.wire.answers import RankAck
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import dtype_name
 from weightcast.wire.messages import Message
 
-_LEAST_FIRST: tuple[Place, ...] = ("none", "host", "device")
+_LEAST_FIRST: tuple[StagingPlace, ...] = ("none", "host", "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class RolloutWorker:
             device=device,
             staging=settings.staging,
         )
-        self._steps = Steps(device)
+        self._steps = StepCounter(device)
         self._beside = BesideSteps(self._receiver, self._steps)
         if store is not None:
             # Each rank chose a place by its own free memory, and all must use the same one.  The engine pauses for a
@@ -140,12 +140,12 @@ class RolloutWorker:
         return commands.encode(answer)
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> StagingPlace:
         return self._receiver.loader.staging.place
 
     def _stage_at_most(self, places: list[str]) -> None:
         """Stages in the place of the rank with the least memory."""
-        least: Place = next(place for place in _LEAST_FIRST if place in places)
+        least: StagingPlace = next(place for place in _LEAST_FIRST if place in places)
         if least != self._place:
             loader = self._receiver.loader
             loader.stage(choose_place(least, size_bytes=loader.size_bytes, device=self._receiver.device))

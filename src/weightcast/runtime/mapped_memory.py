@@ -229,14 +229,14 @@ class CudaMapper:
 
     def tensor(self, address: int, size_bytes: int, owner: object) -> torch.Tensor:
         """Returns a flat uint8 tensor at an address, which keeps ``owner`` alive."""
-        return torch.as_tensor(_Span(address, size_bytes, owner), device=self._device)
+        return torch.as_tensor(_ArrayInterface(address, size_bytes, owner), device=self._device)
 
     def wait(self) -> None:
         """Waits for all work on the device."""
         torch.cuda.synchronize(self._device)
 
 
-class _Span:
+class _ArrayInterface:
     """Memory that torch takes as it is; the tensor keeps this object, and so the memory's owner, alive."""
 
     def __init__(self, address: int, size_bytes: int, owner: object) -> None:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 import torch
 
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 
 _pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
 
@@ -21,7 +21,7 @@ _pace: ContextVar[Pace | None] = ContextVar("_pace", default=None)
 class Pace:
     """So much work between two steps, however many launches it comes in, and of whatever kinds."""
 
-    def __init__(self, steps: Steps, *, share: float = 1.0) -> None:
+    def __init__(self, steps: StepCounter, *, share: float = 1.0) -> None:
         """``share`` is how much of each slice comes between two steps."""
         self._steps = steps
         self._share = share

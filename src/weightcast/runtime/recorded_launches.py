@@ -21,7 +21,7 @@ _POLITE = "thread_local"  # other threads may allocate meanwhile
 class RecordedLaunches:
     """Recorded work and the tensors that it reads and writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor], recorder: Recorder) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, tensors: Sequence[torch.Tensor], recorder: LaunchRecorder) -> None:
         self._graph = graph
         self._recorder = recorder
         self._tensors = tuple(tensors)
@@ -45,7 +45,7 @@ class RecordedLaunches:
         return [tensor.data_ptr() for tensor in self._tensors]
 
 
-class Recorder:
+class LaunchRecorder:
     """Records work on one device; what the recordings allocate while they run, they share.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recorder:
 
 
 @contextmanager
-def side_by_side(recorders: Collection[Recorder]) -> Generator[None]:
+def side_by_side(recorders: Collection[LaunchRecorder]) -> Generator[None]:
     """Launches recordings of several recorders side by side: small kernels of one leave most of a GPU idle.
 
     They begin after what the current stream did before the block, and it goes on when all of them are done.  No two of

@@ -26,7 +26,7 @@ def share_interpreter() -> None:
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
 
 
-class Steps:
+class StepCounter:
     """Counts an engine's steps.  An engine that counts them itself overrides ``begun`` and ``generates``."""
 
     def __init__(self, device: torch.device) -> None:

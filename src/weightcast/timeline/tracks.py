@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-Side = Literal["trainer", "engine"]
+TrackSide = Literal["trainer", "engine"]
 MESSAGES = "messages"  # rows of whole messages begin so; the spans of the other rows lie within them
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class PhaseSpan(msgspec.Struct, frozen=True, array_like=True):
     """One phase on one track.
 
     Attributes:
@@ -49,11 +49,11 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
         dropped: Number of spans that were left out, because the row has too many.
     """
 
-    side: Side
+    side: TrackSide
     process: str
     name: str
     clock_error_us: float = 0.0
-    spans: tuple[Span, ...] = ()
+    spans: tuple[PhaseSpan, ...] = ()
     dropped: int = 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from weightcast.digest.copies import Flat, bits, copy_all
-from weightcast.digest.pieces import Piece as TensorPiece
+from weightcast.digest.pieces import TensorPiece as TensorPiece
 from weightcast.digest.pieces import Transfer
 from weightcast.digest.templates import Placed, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on

@@ -16,7 +16,7 @@ from weightcast.errors import WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import Timeline
-from weightcast.watch.events import Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.events import TargetNow, TargetsChanged, UpdateEnded, UpdateOutcome, UpdateStarted
 from weightcast.watch.listeners import Events
 from weightcast.watch.recording import RankEnd, Recording
 
@@ -67,7 +67,7 @@ def run_watched(
         )
     )
 
-    def end(outcome: Outcome, report: UpdateReport | None, error: BaseException | None = None) -> None:
+    def end(outcome: UpdateOutcome, report: UpdateReport | None, error: BaseException | None = None) -> None:
         tell_targets(events, health)
         events.emit(
             UpdateEnded(

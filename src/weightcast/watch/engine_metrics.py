@@ -13,7 +13,7 @@ from weightcast.watch.sessions import Answered, SessionOutcome, SessionRecord, S
 STATES = ("serving", "updating", "quarantined")
 
 
-class _Instruments:
+class _EngineInstruments:
     """The metrics themselves; ``model_name`` is the label that vLLM and SGLang use."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class EngineMetrics(SessionWatcher):
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, version: int | None) -> None:
         """Registers the metrics in the registry of an engine's ``/metrics``; ``ConfigError`` if it has them already."""
-        made = self._made = _Instruments()
+        made = self._made = _EngineInstruments()
         register(made, registry)
         self._model = model_name
         # Series are looked up once: a look-up costs more than setting a value.

@@ -19,10 +19,10 @@ from msgspec import Meta
 
 from weightcast.report import UpdateReport
 
-Outcome = Literal["succeeded", "partial", "failed"]
+UpdateOutcome = Literal["succeeded", "partial", "failed"]
 _Label = Annotated[str, Meta(max_length=64)]
-_Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
-_Index = Annotated[int, Meta(ge=0, lt=1 << 20)]
+_RankNumber = Annotated[int, Meta(ge=0, lt=1 << 20)]
+_BucketIndex = Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -39,10 +39,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """
 
     phase: _Label
-    rank: _Rank | None
+    rank: _RankNumber | None
     began: float
     ended: float
-    bucket: _Index | None = None
+    bucket: _BucketIndex | None = None
 
     @property
     def seconds(self) -> float:
@@ -100,7 +100,7 @@ class UpdateEnded(_Event, frozen=True, kw_only=True):
 
     version: int
     transport: str
-    outcome: Outcome
+    outcome: UpdateOutcome
     report: UpdateReport | None = None
     error: str = ""
     error_kind: str = ""

@@ -40,7 +40,7 @@ class Attached(Protocol):
         ...
 
 
-class Guard:
+class GuardedCalls:
     """Calls functions of others.  An error of theirs is logged, the first one of each with its traceback."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Events:
             UpdateEnded: self._ended,
         }
         self._listeners = tuple(sorted(listeners, key=lambda one: not isinstance(one, Attached)))
-        self._guard = Guard()
+        self._guard = GuardedCalls()
         self._lock = threading.RLock()
         attached: list[Attached] = []
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weightcast.timeline.clocks import Alignment, RoundTrip, align
-from weightcast.timeline.tracks import MESSAGES, Side, Span, Timeline, Track
+from weightcast.timeline.tracks import MESSAGES, PhaseSpan, Timeline, Track, TrackSide
 from weightcast.watch.events import Asked, AttemptStarted, Step
 
 MAX_STEPS = 20_000  # of all engines: thousands of engine ranks would cost the head memory and time at every update
@@ -138,10 +138,10 @@ class Recording:
             tracks += self._tracks("engine", target, name, self._spans(steps, there), there.error_s)
         return tracks
 
-    def _spans(self, steps: Iterable[Step], way: Alignment) -> list[Span]:
+    def _spans(self, steps: Iterable[Step], way: Alignment) -> list[PhaseSpan]:
         shift = way.offset_s - self.began
         return [
-            Span(
+            PhaseSpan(
                 step.phase,
                 start := round((step.began + shift) * 1e6),
                 round((step.ended + shift) * 1e6) - start,
@@ -152,14 +152,16 @@ class Recording:
 
     def _span(
         self, name: str, began: float, ended: float, bucket: int | None, flow: int | None = None, error: str = ""
-    ) -> Span:
+    ) -> PhaseSpan:
         start_us = round((began - self.began) * 1e6)
-        return Span(name, start_us, round((ended - self.began) * 1e6) - start_us, bucket, flow, error[:500])
+        return PhaseSpan(name, start_us, round((ended - self.began) * 1e6) - start_us, bucket, flow, error[:500])
 
-    def _tracks(self, side: Side, process: str, name: str, spans: Sequence[Span], error_s: float = 0.0) -> list[Track]:
+    def _tracks(
+        self, side: TrackSide, process: str, name: str, spans: Sequence[PhaseSpan], error_s: float = 0.0
+    ) -> list[Track]:
         """Returns a row for the spans, or several if they overlap."""
         ordered = sorted(spans, key=_start)
-        lanes: list[list[Span]] = []
+        lanes: list[list[PhaseSpan]] = []
         ends: list[int] = []
         for span in ordered[:MAX_SPANS]:
             start = span.start_us

@@ -10,14 +10,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, Summary, start_http_s
 
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
-from weightcast.watch.events import Event, Outcome, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.events import Event, TargetsChanged, UpdateEnded, UpdateOutcome, UpdateStarted
 from weightcast.watch.instruments import UNKNOWN, counted, register, seconds_by, several_processes, shown_now
 from weightcast.watch.listeners import Events
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
 
 
-class _Instruments:
+class _TrainerInstruments:
     """The metrics themselves.  No label grows with the number of processes or updates."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Instruments:
         )
         # Series are looked up once: a look-up costs more than setting a value.  They exist from the start, since a
         # series that starts with its first event has no rate at that event.
-        self.of_outcome = {outcome: self.finished.labels(outcome) for outcome in get_args(Outcome)}
+        self.of_outcome = {outcome: self.finished.labels(outcome) for outcome in get_args(UpdateOutcome)}
         self.of_state = {state: self.targets.labels(state) for state in STATES}
         self.of_phase = functools.cache(self.update_seconds.labels)
 
@@ -79,7 +79,7 @@ class PrometheusMetrics:
         self._registry = registry or (REGISTRY if port is None else CollectorRegistry())
         self._asked_port = port
         self._address = address
-        self._made: _Instruments | None = None
+        self._made: _TrainerInstruments | None = None
         self._server: tuple[Any, threading.Thread] | None = None
         self._attached = False
         self._known: frozenset[str] = frozenset()
@@ -103,7 +103,7 @@ class PrometheusMetrics:
                 hint="close that updater first, or pass another object with a registry of its own",
             )
         if self._made is None:
-            made = _Instruments()
+            made = _TrainerInstruments()
             register(made, self._registry)
             self._made = made
         if self._asked_port is not None:
@@ -147,7 +147,7 @@ class PrometheusMetrics:
             case _:
                 pass
 
-    def _targets(self, made: _Instruments, event: TargetsChanged) -> None:
+    def _targets(self, made: _TrainerInstruments, event: TargetsChanged) -> None:
         targets = event.targets
         states: dict[str, int] = {state: 0 for state in STATES}
         for target in targets:
@@ -165,7 +165,7 @@ class PrometheusMetrics:
                 made.stall_seconds.remove(url)
         self._known = urls
 
-    def _report(self, made: _Instruments, report: UpdateReport) -> None:
+    def _report(self, made: _TrainerInstruments, report: UpdateReport) -> None:
         for phase, seconds in report.phases.items():
             if phase != "stall":
                 made.of_phase(phase, report.transport).observe(seconds)

@@ -12,7 +12,7 @@ from weightcast.comm import trainer_failure
 from weightcast.comm.ipc import host_id
 from weightcast.comm.trainer_failure import FailureState, name_ranks
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.comm.trainer_tensors import NcclTensors, _Launch
+from weightcast.comm.trainer_tensors import NcclTensors, _NcclCall
 from weightcast.errors import ConfigError, TrainerRankFailed
 
 pytestmark = pytest.mark.deadlines
@@ -94,7 +94,7 @@ def test_act_after_a_launch_runs_on_its_thread():
         inside.set()
         assert out.wait(PATIENCE_S)
 
-    launch = _Launch(work)
+    launch = _NcclCall(work)
     assert inside.wait(PATIENCE_S)
     assert launch.afterwards(lambda: done_by.append(threading.current_thread().name))
     assert not done_by  # not under the thread's feet

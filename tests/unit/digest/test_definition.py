@@ -20,7 +20,7 @@ from weightcast.digest.definition import (
     partial_sums,
     tensor_digest,
 )
-from weightcast.digest.pieces import Piece
+from weightcast.digest.pieces import TensorPiece
 from weightcast.wire.box import Box
 
 SHAPES = ((), (1,), (7,), (0,), (5, 0), (0, 3), (1, 1), (4, 9), (9, 1), (1, 9), (3, 4, 5), (2, 3, 2, 4))
@@ -38,7 +38,7 @@ def way(request):
 
 
 def part(full, box):
-    return Piece(tensor=full[slices(box)], full_shape=tuple(full.shape), box=box)
+    return TensorPiece(tensor=full[slices(box)], full_shape=tuple(full.shape), box=box)
 
 
 def slices(box):
@@ -130,7 +130,7 @@ def test_boxes_of_any_partition_add_up(data):
     total = 0
     for box, value in zip(boxes, sums(*(part(tensor, box) for box in boxes)), strict=True):
         total = add_partial(total, value)
-        assert [value] == sums(Piece(tensor=tensor[slices(box)].clone(), full_shape=tuple(tensor.shape), box=box))
+        assert [value] == sums(TensorPiece(tensor=tensor[slices(box)].clone(), full_shape=tuple(tensor.shape), box=box))
     assert total == sum_by_definition(tensor)
     assert finish(total, dtype=tensor.dtype, shape=tensor.shape) == tensor_digest(tensor)
 
@@ -166,7 +166,9 @@ def test_bucket_boundaries_do_not_matter(members, bucket_elements):
             row, col = divmod(at - start, full[1])
             size = min(stop - at, bucket_elements - at % bucket_elements, full[1] - col)
             box = Box(offset=(row, col), shape=(1, size))
-            total = add_partial(total, *sums(Piece(tensor=flat[at : at + size].view(1, -1), full_shape=full, box=box)))
+            total = add_partial(
+                total, *sums(TensorPiece(tensor=flat[at : at + size].view(1, -1), full_shape=full, box=box))
+            )
             at += size
         assert finish(total, dtype=member.dtype, shape=member.shape) == expected
         start = stop
@@ -219,14 +221,17 @@ def test_nothing_to_digest():
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (Piece(tensor=torch.ones(2, 3), full_shape=(4, 3)), r"\(2, 3\), not the full shape \(4, 3\)"),
-        (Piece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(0, 0), shape=(2, 2))), r"its box \(2, 2\)"),
-        (Piece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(3, 0), shape=(2, 3))), "outside"),
-        (Piece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(-1, 0), shape=(2, 3))), "outside"),
-        (Piece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(0,), shape=(2, 3))), "dimensions"),
-        (Piece(tensor=torch.ones(2, 3), full_shape=(12,), box=Box(offset=(0, 0), shape=(2, 3))), "dimensions"),
-        (Piece(tensor=torch.ones(2).to_sparse(), full_shape=(2,)), "strided"),
-        (Piece(tensor=torch.ones(2, device="meta"), full_shape=(2,)), "meta"),
+        (TensorPiece(tensor=torch.ones(2, 3), full_shape=(4, 3)), r"\(2, 3\), not the full shape \(4, 3\)"),
+        (
+            TensorPiece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(0, 0), shape=(2, 2))),
+            r"its box \(2, 2\)",
+        ),
+        (TensorPiece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(3, 0), shape=(2, 3))), "outside"),
+        (TensorPiece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(-1, 0), shape=(2, 3))), "outside"),
+        (TensorPiece(tensor=torch.ones(2, 3), full_shape=(4, 3), box=Box(offset=(0,), shape=(2, 3))), "dimensions"),
+        (TensorPiece(tensor=torch.ones(2, 3), full_shape=(12,), box=Box(offset=(0, 0), shape=(2, 3))), "dimensions"),
+        (TensorPiece(tensor=torch.ones(2).to_sparse(), full_shape=(2,)), "strided"),
+        (TensorPiece(tensor=torch.ones(2, device="meta"), full_shape=(2,)), "meta"),
     ],
 )
 def test_wrong_pieces_are_refused(piece, message):

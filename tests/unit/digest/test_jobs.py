@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from weightcast.digest.coefficients import SEED_A, SEED_B, splitmix64
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.jobs import ALIGNED, COLS, NARROW, Job, Plan, numbered_tiles, plans_of_transfers
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.jobs import ALIGNED, COLS, NARROW, TransferJob, TransferPlan, numbered_tiles, plans_of_transfers
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import can_transfer
 from weightcast.wire.box import Box
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float64, torch.complex64)
 
 
-def play(plans: Sequence[Plan], count: int) -> list[int]:
+def play(plans: Sequence[TransferPlan], count: int) -> list[int]:
     """The kernel's work on jobs and tiles, in Python."""
     totals = [0] * count
     for plan in plans:
         word = ctypes.c_int8 if plan.word_bytes == 1 else ctypes.c_int16
-        jobs = [Job._make(row) for row in plan.jobs.tolist()]
+        jobs = [TransferJob._make(row) for row in plan.jobs.tolist()]
         assert plan.copies == any(job.goal for job in jobs)
         for number, tile in plan.tiles.tolist():
             job = jobs[number]
@@ -81,7 +81,9 @@ def test_any_box_of_any_tensor_goes_anywhere(data):
     before = around.clone()
     inner = tuple(math.prod(box.shape[at + 1 :]) for at in range(len(full)))
     goal = around.as_strided(box.shape, (width + gap, *inner[1:]) if len(full) > 1 else inner)
-    transfer = Transfer(piece=Piece(tensor=part, full_shape=full, box=box if full else None), target=goal, total=0)
+    transfer = Transfer(
+        piece=TensorPiece(tensor=part, full_shape=full, box=box if full else None), target=goal, total=0
+    )
     if not can_transfer(transfer):
         assert not part.is_contiguous()
         return
@@ -93,7 +95,7 @@ def test_any_box_of_any_tensor_goes_anywhere(data):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_at_once(dtype):
     shapes = [(), (1,), (0, 3), (130,), (3, 63), (3, 64), (65, 70), (2, 1040), (3, 4, 5)]
-    pieces = [Piece(tensor=noise(shape, dtype, 3), full_shape=shape) for shape in shapes]
+    pieces = [TensorPiece(tensor=noise(shape, dtype, 3), full_shape=shape) for shape in shapes]
     goals = [torch.zeros_like(piece.tensor) for piece in pieces]
     transfers = [
         Transfer(piece=piece, target=None if number % 3 == 1 else goal, total=None if number % 3 == 2 else number)
@@ -112,11 +114,14 @@ def test_parts_of_one_sum():
     goal = torch.zeros_like(tensor)
     boxes = [Box(offset=(row, col), shape=(20, 48)) for row in (0, 20) for col in (0, 48)]
     transfers = [
-        Transfer(piece=Piece(tensor=tensor[where], full_shape=(40, 96), box=box), target=goal[where], total=0)
+        Transfer(piece=TensorPiece(tensor=tensor[where], full_shape=(40, 96), box=box), target=goal[where], total=0)
         for box in boxes
         for where in [(slice(box.offset[0], box.offset[0] + 20), slice(box.offset[1], box.offset[1] + 48))]
     ]
-    assert play(plans_of_transfers(transfers), 1) == partial_sums([Piece(tensor=tensor, full_shape=(40, 96))]).tolist()
+    assert (
+        play(plans_of_transfers(transfers), 1)
+        == partial_sums([TensorPiece(tensor=tensor, full_shape=(40, 96))]).tolist()
+    )
     assert raw(goal) == raw(tensor)
 
 
@@ -127,7 +132,9 @@ def test_what_is_no_run_is_not_taken():
         (tensor, torch.zeros(8, 6).t()),
         (noise((2,), torch.complex64, 0).conj(), None),
     ):
-        assert not can_transfer(Transfer(piece=Piece(tensor=source, full_shape=tuple(source.shape)), target=target))
+        assert not can_transfer(
+            Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target)
+        )
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9))

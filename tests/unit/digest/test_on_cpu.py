@@ -14,7 +14,7 @@ from tests.helpers.tensors import DTYPES, random_tensor, sum_by_definition, tens
 from weightcast.digest import on_cpu
 from weightcast.digest.definition import _sums_by_torch, as_unsigned, partial_sums
 from weightcast.digest.jobs import CPU_COLS
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
 from weightcast.wire.box import Box
 
@@ -48,7 +48,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def test_sums_and_copies_of_every_shape_of_tile(shape, dtype):
     tensor = random_tensor(shape, dtype, seed=1)
     goal = random_tensor(shape, dtype, seed=2)
-    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=goal, total=0)], 1)
+    launches = on_cpu.CpuLaunches([Transfer(piece=whole(tensor), target=goal, total=0)], 1)
     expected = _sums_by_torch([whole(tensor)])
     assert launches.launch().tolist() == expected.tolist()
     assert raw(goal) == raw(tensor)
@@ -66,8 +66,8 @@ def test_copies_to_rows_that_do_or_do_not_begin_with_a_line_of_the_cache(cols, s
     source = random_tensor((40, cols + 3), torch.int16, seed=3)[:, :cols]
     kept = room.clone()
     kept[first : first + 40 * row_bytes].view(torch.int16).view(40, -1)[:, :cols] = source
-    piece = Piece(tensor=source, full_shape=(40, cols))
-    sums = on_cpu.Launches([Transfer(piece=piece, target=target, total=0)], 1).launch()
+    piece = TensorPiece(tensor=source, full_shape=(40, cols))
+    sums = on_cpu.CpuLaunches([Transfer(piece=piece, target=target, total=0)], 1).launch()
     assert sums.tolist() == _sums_by_torch([whole(source.contiguous())]).tolist()
     assert torch.equal(room, kept)
 
@@ -87,11 +87,11 @@ def test_sums_and_copies_between_memory_of_any_strides(data):
     wide = random_tensor((*shape[:-1], shape[-1] + spare) if shape else shape, full.dtype, seed=5)
     target = wide[where]
     kept = wide.clone()
-    transfer = Transfer(piece=Piece(tensor=source, full_shape=shape, box=box), target=target, total=1)
+    transfer = Transfer(piece=TensorPiece(tensor=source, full_shape=shape, box=box), target=target, total=1)
     if not can_transfer(transfer):
         return
-    sums = on_cpu.Launches([transfer], 3).launch()
-    contiguous = Piece(tensor=source.contiguous(), full_shape=shape, box=box)
+    sums = on_cpu.CpuLaunches([transfer], 3).launch()
+    contiguous = TensorPiece(tensor=source.contiguous(), full_shape=shape, box=box)
     assert sums.tolist() == [0, int(_sums_by_torch([contiguous])[0]), 0]
     kept[where] = source
     assert raw(wide) == raw(kept)
@@ -104,7 +104,7 @@ def test_memory_at_any_address(dtype):
         tensor = torch.frombuffer(data, dtype=dtype, offset=shift, count=96 // dtype.itemsize).view(2, -1)
         room = torch.zeros(120, dtype=torch.uint8)
         target = room[8 : 8 + 96].view(dtype).view(2, -1)
-        sums = on_cpu.Launches([Transfer(piece=whole(tensor), target=target, total=0)], 1).launch()
+        sums = on_cpu.CpuLaunches([Transfer(piece=whole(tensor), target=target, total=0)], 1).launch()
         assert as_unsigned(int(sums)) == sum_by_definition(tensor)
         assert bytes(room.tolist()) == bytes(8) + bytes(data[shift : shift + 96]) + bytes(16)
 
@@ -115,7 +115,7 @@ def test_memory_at_any_address(dtype):
 def test_a_launch_that_looks_sees_every_value_that_is_not_finite(shape, dtype, copies):
     tensor = torch.randn(shape).to(dtype)
     target = torch.zeros_like(tensor) if copies else None
-    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=target, total=0)], 1, looks=True)
+    launches = on_cpu.CpuLaunches([Transfer(piece=whole(tensor), target=target, total=0)], 1, looks=True)
     assert launches.launch().tolist() == _sums_by_torch([whole(tensor)]).tolist()
     assert launches.small
     flat = tensor.view(-1)
@@ -133,7 +133,7 @@ def test_a_launch_that_looks_sees_every_value_that_is_not_finite(shape, dtype, c
 
 def test_launches_of_many_threads_see_a_value_that_is_not_finite():
     tensor, before = torch.randn(4000, 1024).to(torch.bfloat16), torch.get_num_threads()
-    launches = on_cpu.Launches([Transfer(piece=whole(tensor), total=0)], 1, looks=True)
+    launches = on_cpu.CpuLaunches([Transfer(piece=whole(tensor), total=0)], 1, looks=True)
     try:
         torch.set_num_threads(4)
         launches.launch()
@@ -147,7 +147,7 @@ def test_launches_of_many_threads_see_a_value_that_is_not_finite():
 
 def test_copies_without_sums():
     tensor, goal = random_tensor((40, 300), torch.float32), torch.zeros(40, 300)
-    launches = on_cpu.Launches([Transfer(piece=whole(tensor), target=goal, total=0)], 1)
+    launches = on_cpu.CpuLaunches([Transfer(piece=whole(tensor), target=goal, total=0)], 1)
     assert launches.launch(summed=False).tolist() == [0]
     assert raw(goal) == raw(tensor)
 
@@ -156,7 +156,7 @@ def test_any_number_of_threads_gives_the_same():
     some = [random_tensor(shape, torch.bfloat16, seed=7) for shape in ((900, 4096), (5,), (3, 2_000_001), (1000, 999))]
     goals = [torch.zeros_like(tensor) for tensor in some]
     transfers = [Transfer(piece=whole(t), target=g, total=i) for i, (t, g) in enumerate(zip(some, goals, strict=True))]
-    launches = on_cpu.Launches(transfers, len(some))
+    launches = on_cpu.CpuLaunches(transfers, len(some))
     expected = _sums_by_torch([whole(tensor) for tensor in some]).tolist()
     before = torch.get_num_threads()
     try:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weightcast.digest import on_cpu
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import CPU_TILING, GPU_TILING, plans_of_transfers
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
 
@@ -43,7 +43,7 @@ def transfer_of(copy: dict, number: int, source: torch.Tensor, target: torch.Ten
         offset = whole.storage_offset() + copy[f"{side}_offset"]
         return whole.as_strided(copy["shape"], copy[f"{side}_stride"], offset)
 
-    piece = Piece(tensor=view(source, "source"), full_shape=copy["shape"])
+    piece = TensorPiece(tensor=view(source, "source"), full_shape=copy["shape"])
     goal = view(target, "target") if copy["copied"] else None
     return Transfer(piece=piece, target=goal, total=number if copy["summed"] else None)
 
@@ -82,7 +82,7 @@ def test_one_template_serves_memory_that_moves():
     assert on_cpu.available()
     parameter = torch.zeros(3, 50)
     flat_like = flat_stand_in(600).view(torch.float32).view(3, 50)
-    piece = Piece(tensor=flat_like, full_shape=(3, 50))
+    piece = TensorPiece(tensor=flat_like, full_shape=(3, 50))
     transfer = Transfer(piece=piece, target=StandIns().of(parameter), total=0)
     template = Template([transfer], [(0, 1)], CPU)
     launches = PlacedLaunches(CPU, 1)
@@ -92,5 +92,5 @@ def test_one_template_serves_memory_that_moves():
         placed = Placed(template, addresses)
         sums = launches.run(place, lambda placed=placed: placed)
         assert torch.equal(source, target)
-        expected = partial_sums([Piece(tensor=source, full_shape=(3, 50))])
+        expected = partial_sums([TensorPiece(tensor=source, full_shape=(3, 50))])
         assert torch.equal(sums, expected)

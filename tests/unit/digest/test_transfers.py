@@ -11,7 +11,7 @@ from tests.helpers.models import FusedModel, ScalingModel, Weights, buckets_of, 
 from tests.helpers.ranks import allocate_slots
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.source_sums import SourceSums
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
 from weightcast.exporters.bucketize import bucketize
@@ -112,7 +112,7 @@ def test_what_is_cast_is_summed_by_others():
 
 def test_what_cannot_be_one_launch():
     tensor = torch.zeros(4, 6)
-    piece = Piece(tensor=tensor, full_shape=(4, 6))
+    piece = TensorPiece(tensor=tensor, full_shape=(4, 6))
     assert can_transfer(Transfer(piece=piece, target=torch.ones(4, 6), total=0))
     assert not can_transfer(Transfer(piece=piece, target=torch.ones(4, 6, dtype=torch.float64)))
     assert not can_transfer(Transfer(piece=piece, target=torch.ones(4, 6, device="meta")))
@@ -122,8 +122,8 @@ def test_sums_of_several_parts_and_copies_alone():
     tensor = torch.arange(12.0).view(4, 3)
     goal = torch.zeros(4, 3)
     some = [
-        Transfer(piece=Piece(tensor=tensor, full_shape=(4, 3)), total=1),
-        Transfer(piece=Piece(tensor=tensor[:2], full_shape=(2, 3)), target=goal[2:]),
+        Transfer(piece=TensorPiece(tensor=tensor, full_shape=(4, 3)), total=1),
+        Transfer(piece=TensorPiece(tensor=tensor[:2], full_shape=(2, 3)), target=goal[2:]),
     ]
     sums = PlacedLaunches(CPU, 2).run("here", lambda: some)
     assert (sums != 0).tolist() == [False, True]

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from tests.helpers.pages import Tags, check_alone
 from weightcast.page import write_page
-from weightcast.page.bars import Bar, State, bars, served, stacks, timeline
+from weightcast.page.bars import Bar, StatusCell, bars, served, stacks, timeline
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Tile
 from weightcast.page.svg import MEANINGS, PHASES, stride, ticks
 from weightcast.page.updates import page_of
 from weightcast.page.words import digits, seconds, size
 from weightcast.report import TargetReport, UpdateReport
-from weightcast.timeline.tracks import Span, Timeline, Track
+from weightcast.timeline.tracks import PhaseSpan, Timeline, Track
 
 # A busy machine makes a strategy slow, which says nothing about it.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -113,7 +113,7 @@ def test_quarantined_engine_is_seen_at_once():
 
 def test_words_of_others_are_shown_and_not_obeyed():
     row = TargetReport(url="http://a", engine=HOSTILE, status="serving", message=HOSTILE, notes=(HOSTILE,))
-    track = Track(side="engine", process=HOSTILE, name=HOSTILE, spans=(Span(HOSTILE, 0, 10, 1, None, HOSTILE),))
+    track = Track(side="engine", process=HOSTILE, name=HOSTILE, spans=(PhaseSpan(HOSTILE, 0, 10, 1, None, HOSTILE),))
     hostile = report(
         transport=HOSTILE,
         targets=(row,),
@@ -140,7 +140,7 @@ def test_plots_over_steps_take_any_number_of_steps(count):
     gaps = [value if value else None for value in values]
     stacked = columns("t", "c", steps, {"a": values, "b": values}, colours={"a": "s1", "b": "s2"}, show=seconds)
     drawn = lines("t", "c", steps, {"a": values, "gaps": gaps}, colours={"a": "s1", "gaps": "s2"}, show=digits)
-    cells = served("t", "c", steps, {"e": [State("s1", "7", "serving")] * count}, legend=[("s1", "serving")])
+    cells = served("t", "c", steps, {"e": [StatusCell("s1", "7", "serving")] * count}, legend=[("s1", "serving")])
     for figure in (stacked, drawn, cells):
         check_svg(figure)
     assert len(drawn.rows) == count
@@ -185,7 +185,7 @@ def test_a_timeline_of_a_large_fleet_is_drawn_in_part_and_says_so():
             side="engine",
             process=f"http://e{number // 4}",
             name=f"rank {number % 4}",
-            spans=tuple(Span("load", 100 * place, 60, place) for place in range(900)),
+            spans=tuple(PhaseSpan("load", 100 * place, 60, place) for place in range(900)),
         )
         for number in range(200)
     ]
@@ -214,7 +214,7 @@ def test_no_legend_has_one_colour_for_two_phases():
     assert [colour for colour in PHASES.values() if f".{colour} {{" not in style] == []
     values = dict(re.findall(r"(--[sp]\d): (#\w{6})", style.split("@media")[0]))
     assert len({*values.values()}) == len(values) == 15
-    spans = tuple(Span(name, number, 1) for number, name in enumerate(PHASES))
+    spans = tuple(PhaseSpan(name, number, 1) for number, name in enumerate(PHASES))
     found = timeline("t", "c", Timeline(tracks=(Track(side="trainer", process="trainer", name="rank 0", spans=spans),)))
     assert len(dict(found.legend)) == len(found.legend) == len(PHASES)
 

@@ -15,7 +15,7 @@ from tests.helpers.echo import Echo
 from weightcast.comm.authenticated import AuthenticatedConnection, Secret, dial
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
 from weightcast.plugins import other_hosts
-from weightcast.plugins.other_hosts import Elsewhere, Invitation, engine_secret, reach
+from weightcast.plugins.other_hosts import Elsewhere, RankInvitation, engine_secret, reach
 from weightcast.plugins.rank_sockets import READY, Hello, notes_of
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.receiver.rank_connections import serve_messages
@@ -40,7 +40,7 @@ class FarRank(Echo):
         self.over = threading.Event()
         self.connection: AuthenticatedConnection | None = None
 
-    def come(self, invitation: Invitation, secret: Secret | None = SECRET) -> None:
+    def come(self, invitation: RankInvitation, secret: Secret | None = SECRET) -> None:
         self.connection = reach(invitation, self.rank, secret)
         threading.Thread(target=self._serve, args=(self.connection,), daemon=True).start()
 
@@ -64,15 +64,15 @@ class FarRank(Echo):
 
 
 def executor_of(
-    listen: Callable[[Invitation], None], elsewhere: Elsewhere | None = HERE, lost: Callable[[str], None] = print
+    listen: Callable[[RankInvitation], None], elsewhere: Elsewhere | None = HERE, lost: Callable[[str], None] = print
 ) -> VllmExecutor:
     return VllmExecutor(
         2, listen=listen, on_main=lambda timeout_s, version: None, elsewhere=elsewhere, on_far_rank_lost=lost
     )
 
 
-def all_come(ranks: list[FarRank]) -> Callable[[Invitation], None]:
-    def listen(invitation: Invitation) -> None:
+def all_come(ranks: list[FarRank]) -> Callable[[RankInvitation], None]:
+    def listen(invitation: RankInvitation) -> None:
         for rank in ranks:
             rank.come(invitation)
 
@@ -119,7 +119,7 @@ def test_far_rank_that_is_lost_is_named_with_its_host():
 def test_another_secret_is_refused_at_both_ends():
     said: list[str] = []
 
-    def listen(invitation: Invitation) -> None:
+    def listen(invitation: RankInvitation) -> None:
         try:
             FarRank(1).come(invitation, OTHER)
         except WeightcastError as error:
@@ -158,7 +158,7 @@ def test_rank_that_comes_twice_or_is_not_expected_takes_no_place():
     ranks = [FarRank(0), FarRank(1)]
     more: list[AuthenticatedConnection] = []
 
-    def listen(invitation: Invitation) -> None:
+    def listen(invitation: RankInvitation) -> None:
         ranks[0].come(invitation)
         more.extend(reach(invitation, number, SECRET) for number in (0, 7))
         ranks[1].come(invitation)
@@ -172,9 +172,9 @@ def test_rank_that_comes_twice_or_is_not_expected_takes_no_place():
 
 
 def test_invitation_of_another_start_is_no_way_in():
-    invitations: list[Invitation] = []
+    invitations: list[RankInvitation] = []
 
-    def listen(invitation: Invitation) -> None:
+    def listen(invitation: RankInvitation) -> None:
         invitations.append(invitation)
         stale = msgspec.structs.replace(invitation, token="00" * 16)
         FarRank(1).come(stale)
@@ -187,7 +187,7 @@ def test_invitation_of_another_start_is_no_way_in():
 
 
 def test_a_rank_listens_in_the_folder_only_on_the_host_that_has_it(tmp_path, monkeypatch):
-    invitation = Invitation(folder=str(tmp_path), host_id=other_hosts.host_id(), host="here")
+    invitation = RankInvitation(folder=str(tmp_path), host_id=other_hosts.host_id(), host="here")
     assert invitation.is_for_this_host()
     assert not msgspec.structs.replace(invitation, folder=str(tmp_path / "none")).is_for_this_host()
     monkeypatch.setattr(other_hosts, "host_id", lambda: "another")

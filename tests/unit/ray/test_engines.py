@@ -9,7 +9,7 @@ import pytest
 from weightcast.errors import ConfigError
 from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
 from weightcast.ray.engine_kinds import EngineKind, wake_requests
-from weightcast.ray.engines import Member
+from weightcast.ray.engines import RayEngine
 from weightcast.report import TargetReport, UpdateReport
 
 
@@ -62,7 +62,7 @@ def test_engines_wake_wholly_or_by_tag():
 def group(*states: str) -> RolloutEngines:
     engines = object.__new__(RolloutEngines)
     engines._api_key, engines.version = None, None
-    engines._members = [Member(number, None) for number in range(len(states))]  # type: ignore[arg-type]
+    engines._members = [RayEngine(number, None) for number in range(len(states))]  # type: ignore[arg-type]
     for member, state in zip(engines._members, states, strict=True):
         member.url, member.state = f"http://{member.number}", state  # type: ignore[assignment]
     return engines

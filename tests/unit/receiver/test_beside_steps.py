@@ -11,7 +11,7 @@ import torch
 from tests.helpers.messages import OPEN
 from weightcast.receiver.beside_steps import BesideSteps
 from weightcast.runtime import pace
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Commit, Message, Readback
 
@@ -31,7 +31,7 @@ class Reading:
         return RankAck(rank=0, ok=True)
 
 
-class Turns(Steps):
+class Turns(StepCounter):
     """A step begins when it is waited for."""
 
     def __init__(self, said: list[str]) -> None:

@@ -9,13 +9,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.replayed import CPU, SHAPE, SPECS, update
-from weightcast.lab.bench.synthetic import Engine, Pattern
+from weightcast.lab.bench.synthetic import Pattern, SyntheticEngine
 from weightcast.receiver.loader import Loader
 
 
 @pytest.mark.parametrize("place", ["device", "host", "none"])
 def test_every_update_is_right_whatever_changes_between_them(place: str) -> None:
-    engine = Engine(SHAPE, CPU)
+    engine = SyntheticEngine(SHAPE, CPU)
     loader = Loader(engine, load_weights=engine.load_weights, expected=SPECS)
     loader.stage(place)  # type: ignore[arg-type]
     # Other cuts under the same numbers of buckets, other buffers, other places within them, a flip between each two.
@@ -26,7 +26,7 @@ def test_every_update_is_right_whatever_changes_between_them(place: str) -> None
 
 
 def test_parameters_that_have_moved_are_written_where_they_are_now() -> None:
-    engine = Engine(SHAPE, CPU)
+    engine = SyntheticEngine(SHAPE, CPU)
     loader = Loader(engine, load_weights=engine.load_weights, expected=SPECS)
     update(loader, 1, bucket_bytes=4096)
     before = [parameter.data for parameter in engine.parameters()]
@@ -40,7 +40,7 @@ def test_parameters_that_have_moved_are_written_where_they_are_now() -> None:
 
 
 def test_nothing_that_an_engine_gives_back_is_kept_alive() -> None:
-    engine = Engine(SHAPE, CPU)
+    engine = SyntheticEngine(SHAPE, CPU)
     loader = Loader(engine, load_weights=engine.load_weights, expected=SPECS)
     loader.stage("device")
     update(loader, 1, bucket_bytes=4096)

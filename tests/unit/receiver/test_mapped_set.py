@@ -10,7 +10,7 @@ import torch
 from tests.helpers.mapped import HostMapper
 from tests.unit.receiver.test_staging import bits, residents, write
 from weightcast.receiver import mapped_set, staging
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def mapper(monkeypatch):
     return found
 
 
-def staged(live: dict[str, torch.Tensor]) -> Staging:
-    return Staging(live, "device", keep_storage=True, may_move=True)
+def staged(live: dict[str, torch.Tensor]) -> StagingSet:
+    return StagingSet(live, "device", keep_storage=True, may_move=True)
 
 
-def takes_another_version(stage: Staging, live: dict[str, torch.Tensor]) -> None:
+def takes_another_version(stage: StagingSet, live: dict[str, torch.Tensor]) -> None:
     new = write(stage, live)
     stage.flip()
     assert bits(live) == new
@@ -198,7 +198,7 @@ def test_what_parameters_have_left_is_freed_before_their_second_copies_are_made(
     live = torch.randn(5, 3)
     before = live.data_ptr()
     seen: list[tuple[bool, int]] = []
-    stage = Staging(
+    stage = StagingSet(
         {"alone": live},
         "device",
         keep_storage=True,
@@ -313,7 +313,7 @@ def test_parameters_made_in_inference_mode_stay_so(mapper):
 def test_nothing_moves_unasked_or_where_it_is_of_no_use(mapper, place, options):
     live = residents()
     before = {name: tensor.data_ptr() for name, tensor in live.items()}
-    stage = Staging(live, place, **options)
+    stage = StagingSet(live, place, **options)
     assert {name: tensor.data_ptr() for name, tensor in live.items()} == before
     assert not stage.mapped_bytes
     assert not mapper.live

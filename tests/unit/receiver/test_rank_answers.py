@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.digest.definition import model_digest, partial_sums, tensor_digest
-from weightcast.digest.pieces import Piece
+from weightcast.digest.pieces import TensorPiece
 from weightcast.errors import WireError
 from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, fold_received
 from weightcast.wire.answers import RankAck
@@ -28,7 +28,7 @@ def held(name: str, whole: torch.Tensor, *box: slice) -> tuple[HeldPart, int]:
     part = whole[box] if box else whole
     offset = tuple((box[dim].start or 0) if dim < len(box) else 0 for dim in range(whole.dim()))
     place = Box(offset=offset, shape=tuple(part.shape))
-    total = int(partial_sums([Piece(tensor=part, full_shape=tuple(whole.shape), box=place)])[0])
+    total = int(partial_sums([TensorPiece(tensor=part, full_shape=tuple(whole.shape), box=place)])[0])
     return HeldPart(spec=TensorSpec.of(name, whole), box_offset=offset, box_shape=tuple(part.shape)), total
 
 

@@ -7,7 +7,7 @@ import torch
 
 from weightcast.errors import ConfigError
 from weightcast.receiver.coverage import uncovered
-from weightcast.receiver.recorder import Recording, record_routes
+from weightcast.receiver.recorder import RecordedLoad, record_routes
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region
 
@@ -16,7 +16,7 @@ def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
-def record(load_one, specs, residents) -> Recording:
+def record(load_one, specs, residents) -> RecordedLoad:
     """A loader that treats one weight at a time."""
 
     def load(weights):
@@ -32,7 +32,7 @@ def record(load_one, specs, residents) -> Recording:
     return recording
 
 
-def apply_routes(recording: Recording, sources, residents) -> None:
+def apply_routes(recording: RecordedLoad, sources, residents) -> None:
     for name, routes in recording.routes.items():
         for route in routes:
             part = sources[name]
@@ -44,7 +44,7 @@ def apply_routes(recording: Recording, sources, residents) -> None:
             target.copy_(part)
 
 
-def check_replay(load_one, specs, residents) -> Recording:
+def check_replay(load_one, specs, residents) -> RecordedLoad:
     """Routes put the same values in the same places as the loader itself, bit for bit."""
     recording = record(load_one, specs, residents)
     assert recording.why == {}

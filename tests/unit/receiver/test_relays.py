@@ -19,7 +19,7 @@ from weightcast.comm.group_moves import Move, Relay, chains
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.receiver.shares import Shares
-from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.update.exchange import Exchange
 from weightcast.wire.bucket_sources import ExchangeSource, Part
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
@@ -99,7 +99,7 @@ def shares_of(relay: Relay) -> tuple[Groups, Shares]:
     groups = Groups(relay)
     loader: Any = SimpleNamespace(copies={}, scattered=Scattered(), load_scattered=lambda *_, **__: None)
     memory: Any = SimpleNamespace(close=lambda: None)
-    return groups, Shares(loader, memory, cast(BroadcastSource, groups), CPU)
+    return groups, Shares(loader, memory, cast(GroupSource, groups), CPU)
 
 
 def bucket_of(index: int, size_bytes: int) -> BucketLayout:
@@ -172,7 +172,7 @@ class Chain:
         )
         words = encode_wanted({"w": (WantedBox((0, 0), (64, 32)),)})
         store = Rendezvous(host="127.0.0.1", timeout_s=MEETS_S)
-        self.sources = [BroadcastSource(CPU, threading.Event()) for _ in range(3)]
+        self.sources = [GroupSource(CPU, threading.Event()) for _ in range(3)]
         self.join = Join(
             group="g",
             host=store.host,

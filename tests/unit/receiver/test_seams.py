@@ -17,7 +17,7 @@ from weightcast.receiver import WeightReceiver
 from weightcast.receiver.coverage import uncovered
 from weightcast.receiver.rank_connections import serve_messages
 from weightcast.receiver.recorder import record_routes
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import encode
 from weightcast.wire.layout import TensorSpec
@@ -72,7 +72,7 @@ def test_a_constant_hides_what_was_copied_before_it() -> None:
 def test_a_flip_keeps_storage_if_asked(keep_storage: bool) -> None:
     live = torch.arange(6.0).reshape(2, 3)
     view = live.view(-1)  # what a captured graph remembers
-    staging = Staging({"w": live}, "device", keep_storage=keep_storage)
+    staging = StagingSet({"w": live}, "device", keep_storage=keep_storage)
     staging.target("w").fill_(7)
     staging.flip()
     assert torch.equal(live, torch.full((2, 3), 7.0))

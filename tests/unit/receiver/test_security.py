@@ -38,7 +38,7 @@ from weightcast.errors import (
 from weightcast.receiver import server as routes
 from weightcast.receiver.api_keys import Keys, warn_if_open
 from weightcast.receiver.server import weight_routes
-from weightcast.receiver.sources.broadcast import BroadcastSource as GroupsOfARank
+from weightcast.receiver.sources.broadcast import GroupSource as GroupsOfARank
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.server import build_app
 from weightcast.update import diagnose

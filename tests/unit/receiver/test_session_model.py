@@ -20,7 +20,7 @@ from weightcast.config import VerifyLevel
 from weightcast.errors import EngineFailure
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.session import SessionHandler
-from weightcast.receiver.staging import Place
+from weightcast.receiver.staging import StagingPlace
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import Packing, plan_buckets
 from weightcast.wire.messages import Abort, Leave, Message, Owner, Prepare, Readback, Revert
@@ -62,7 +62,7 @@ class Mortal:
 class Sessions(RuleBasedStateMachine):
     """The engine does what the model does, in any order of messages."""
 
-    staging: Place = "device"
+    staging: StagingPlace = "device"
     tp_size = 2
 
     def __init__(self) -> None:
@@ -248,11 +248,11 @@ class Sessions(RuleBasedStateMachine):
 
 
 class SessionsOnHost(Sessions):
-    staging: Place = "host"
+    staging: StagingPlace = "host"
 
 
 class SessionsUnstaged(Sessions):
-    staging: Place = "none"
+    staging: StagingPlace = "none"
 
 
 class SessionsOfOneRank(Sessions):

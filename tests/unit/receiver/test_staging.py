@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.torn import FailingCopy, tear
 from weightcast.errors import ConfigError
 from weightcast.receiver import staging
-from weightcast.receiver.staging import Staging, choose_place
+from weightcast.receiver.staging import StagingSet, choose_place
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def place(request, monkeypatch):
 @pytest.fixture(params=["device", "device that keeps storage", "host"])
 def make(request, monkeypatch):
     monkeypatch.setattr(staging, "_CHUNK_BYTES", 16)
-    return lambda live: Staging(live, request.param.split()[0], keep_storage="keeps" in request.param)
+    return lambda live: StagingSet(live, request.param.split()[0], keep_storage="keeps" in request.param)
 
 
 class Operations(TorchDispatchMode):
@@ -60,7 +60,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def write(stage: Staging, names) -> dict[str, bytes]:
+def write(stage: StagingSet, names) -> dict[str, bytes]:
     new = {}
     for name in names:
         target = stage.target(name)
@@ -76,7 +76,7 @@ def test_live_parameters_do_not_change_before_the_flip(place):
     live = residents()
     objects = {name: id(tensor) for name, tensor in live.items()}
     old = bits(live)
-    stage = Staging(live, place)
+    stage = StagingSet(live, place)
     assert stage.staged
     new = write(stage, live)
     assert bits(live) == old
@@ -182,7 +182,7 @@ def test_a_flip_and_its_undo_allocate_nothing(make):
 
 def test_allocate_restores_freed_device_memory():
     live = residents()
-    stage = Staging(live, "host")
+    stage = StagingSet(live, "host")
     stage.free()
     stage.allocate()
     new = write(stage, live)
@@ -192,7 +192,7 @@ def test_allocate_restores_freed_device_memory():
 
 def test_staging_works_over_many_updates(place):
     live = residents()
-    stage = Staging(live, place)
+    stage = StagingSet(live, place)
     for _ in range(4):
         new = write(stage, live)
         stage.flip()
@@ -202,7 +202,7 @@ def test_staging_works_over_many_updates(place):
 def test_elements_that_no_update_writes_keep_their_values(place):
     # The padding of a vocabulary: rows that no source has.
     live = {"padded": torch.arange(12.0).view(4, 3)}
-    stage = Staging(live, place)
+    stage = StagingSet(live, place)
     for version in range(3):
         stage.target("padded")[:3].fill_(version)
         stage.flip()
@@ -212,7 +212,7 @@ def test_elements_that_no_update_writes_keep_their_values(place):
 
 def test_without_staging_updates_write_to_the_live_set():
     live = residents()
-    stage = Staging(live, "none")
+    stage = StagingSet(live, "none")
     assert not stage.staged
     assert stage.target("matrix") is live["matrix"] is stage.live("matrix")
     old = bits(live)
@@ -236,7 +236,7 @@ def exchanging(request, monkeypatch):
     """Parameters of fewer bytes are exchanged in one launch, as on a GPU."""
     monkeypatch.setattr(staging, "_EXCHANGED_BYTES", {"cpu": request.param})
     live = residents()
-    return live, Staging(live, "device")
+    return live, StagingSet(live, "device")
 
 
 def test_small_parameters_keep_their_addresses_and_large_ones_their_contents(exchanging):
@@ -328,15 +328,15 @@ def test_another_dtype_in_the_same_memory_has_another_number(exchanging):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_flip_waits_for_its_exchange_unless_readers_come_behind_it_anyway(exchanging, monkeypatch, in_order):
     waited: list[bool] = []
-    run = staging.Exchange.run
+    run = staging.MemoryExchange.run
 
-    def noted(self: staging.Exchange, *, wait: bool = True) -> None:
+    def noted(self: staging.MemoryExchange, *, wait: bool = True) -> None:
         waited.append(wait)
         run(self, wait=wait)
 
-    monkeypatch.setattr(staging.Exchange, "run", noted)
+    monkeypatch.setattr(staging.MemoryExchange, "run", noted)
     live = {"norm": torch.ones(3)}
-    stage = staging.Staging(live, "device", keep_storage=True, in_order=in_order)
+    stage = staging.StagingSet(live, "device", keep_storage=True, in_order=in_order)
     stage.target("norm").fill_(2)
     stage.flip()
     assert live["norm"].tolist() == [2, 2, 2]

@@ -30,7 +30,7 @@ from weightcast.comm.pickle_writer import (
 )
 from weightcast.comm.shared_buckets import make_slots
 from weightcast.comm.torch_reductions import reduced_storage
-from weightcast.lab.dialects.lmdeploy import Dialect, UpdateParams
+from weightcast.lab.dialects.lmdeploy import LmdeployDialect, UpdateParams
 from weightcast.receiver.sources import ipc as source_module
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.wire.bucket import Bucket
@@ -119,7 +119,7 @@ def test_two_buffers_of_a_gpu_never_have_one_handle(monkeypatch):
 @pytest.fixture
 def dialect():
     bench = Bench(staging="none")
-    yield Dialect(SimpleNamespace(receiver=bench.engine, scheduler=None))
+    yield LmdeployDialect(SimpleNamespace(receiver=bench.engine, scheduler=None))
     bench.close()
 
 

@@ -22,7 +22,7 @@ from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.requests import GenerationRequest
 from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.server import build_app
-from weightcast.rollout.text import Text
+from weightcast.rollout.text import TextTokenizer
 from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.messages import Commit, Readback
 
@@ -87,7 +87,7 @@ class Served:
             specs=tuple(worker._model.expected_weights()),
         )
         self.receiver = SessionHandler(self.ranks, self.scheduler, facts)
-        text = Text.load(folder, max_len=64)
+        text = TextTokenizer.load(folder, max_len=64)
         engine = RolloutEngine(scheduler=self.scheduler, text=text, model="m", receiver=self.receiver)
         self.http = TestClient(build_app(engine), raise_server_exceptions=False)
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.helpers.tiny import VOCAB, tiny_tokenizer
 from weightcast.errors import ConfigError
-from weightcast.rollout.text import Text, TextStream
+from weightcast.rollout.text import TextStream, TextTokenizer
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer(folder)
-    found = Text.load(folder, max_len=64)
+    found = TextTokenizer.load(folder, max_len=64)
     assert found is not None
     return found
 
@@ -106,12 +106,12 @@ def test_template_settings_reach_the_template(text):
         apply_chat_template = staticmethod(apply)
 
     meant = {"tools": [{"name": "add"}], "documents": [{"text": "one"}], "enable_thinking": False}
-    assert Text(Tokenizer(), max_len=64).chat(messages, **meant) == [1]
+    assert TextTokenizer(Tokenizer(), max_len=64).chat(messages, **meant) == [1]
     assert {name: seen[name] for name in meant} == meant
 
 
 def test_a_folder_without_tokenizer_gives_none(tmp_path):
-    assert Text.load(tmp_path, max_len=64) is None
+    assert TextTokenizer.load(tmp_path, max_len=64) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        Text.load(tmp_path, max_len=64)
+        TextTokenizer.load(tmp_path, max_len=64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightcast.runtime import pace
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 
 
 class Stream:
@@ -26,7 +26,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-class TurnSteps(Steps):
+class TurnSteps(StepCounter):
     """A step begins when it gets its turn."""
 
     def __init__(self, said: list[str], *, busy: bool) -> None:

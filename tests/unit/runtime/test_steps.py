@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightcast.runtime import steps as steps_of
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.at: list[tuple[float, Steps]] = []
+        self.at: list[tuple[float, StepCounter]] = []
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_the_next_step_of_an_engine_that_generates_is_waited_for(clock: Clock) -> None:
-    steps = Steps(torch.device("cpu"))
+    steps = StepCounter(torch.device("cpu"))
     clock.at = [(100.004, steps)]
     assert not steps.let_one_begin()  # it has generated nothing yet
     assert clock.now == 100
@@ -49,7 +49,7 @@ def test_the_next_step_of_an_engine_that_generates_is_waited_for(clock: Clock) -
 
 
 @pytest.fixture
-def on_a_gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Steps:
+def on_a_gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> StepCounter:
     """Steps whose work on a GPU ends at 100.3."""
 
     class Event:
@@ -61,10 +61,10 @@ def on_a_gpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     monkeypatch.setattr(steps_of.torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(steps_of.torch.cuda, "Event", Event)
-    return Steps(torch.device("cuda"))
+    return StepCounter(torch.device("cuda"))
 
 
-def test_an_engine_in_a_long_step_generates(clock: Clock, on_a_gpu: Steps) -> None:
+def test_an_engine_in_a_long_step_generates(clock: Clock, on_a_gpu: StepCounter) -> None:
     assert not on_a_gpu.generates()
     with on_a_gpu.one():
         pass
@@ -73,7 +73,7 @@ def test_an_engine_in_a_long_step_generates(clock: Clock, on_a_gpu: Steps) -> No
         assert on_a_gpu.generates() == expected, at
 
 
-def test_an_engine_that_takes_long_to_launch_a_step_generates(clock: Clock, on_a_gpu: Steps) -> None:
+def test_an_engine_that_takes_long_to_launch_a_step_generates(clock: Clock, on_a_gpu: StepCounter) -> None:
     clock.now = 200
     with on_a_gpu.one():
         clock.now = 201
@@ -82,7 +82,7 @@ def test_an_engine_that_takes_long_to_launch_a_step_generates(clock: Clock, on_a
     assert not on_a_gpu.generates()
 
 
-def test_a_step_that_fails_is_over(clock: Clock, on_a_gpu: Steps) -> None:
+def test_a_step_that_fails_is_over(clock: Clock, on_a_gpu: StepCounter) -> None:
     with pytest.raises(RuntimeError, match="out of memory"), on_a_gpu.one():
         raise RuntimeError("out of memory")
     clock.now = 100.1
@@ -90,7 +90,9 @@ def test_a_step_that_fails_is_over(clock: Clock, on_a_gpu: Steps) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_an_engine_that_stands_still_generates_only_if_it_goes_on(clock: Clock, on_a_gpu: Steps, goes_on: bool) -> None:
+def test_an_engine_that_stands_still_generates_only_if_it_goes_on(
+    clock: Clock, on_a_gpu: StepCounter, goes_on: bool
+) -> None:
     with on_a_gpu.one():
         pass
     on_a_gpu.stand_still(goes_on=goes_on)

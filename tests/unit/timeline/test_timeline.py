@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.trace_format import check_format
 from weightcast.report import UpdateReport
 from weightcast.timeline.perfetto import Update, trace_of
-from weightcast.timeline.tracks import Span, Timeline, Track
+from weightcast.timeline.tracks import PhaseSpan, Timeline, Track
 from weightcast.watch import recording
 from weightcast.watch.events import Asked, Step, StepEnded, UpdateStarted
 from weightcast.watch.listeners import Events
@@ -76,7 +76,7 @@ def test_processes_of_the_same_host_have_no_error():
     found = recorder()
     found.emit(asked("bucket", 100.1, 100.4, bucket=0, steps=(Step("load", 0, 100.2, 100.3, 0),), boot=0.0))
     assert found.recording.timeline().clock_error_us == 0
-    assert row(found.recording.timeline(), URL, "rank 0").spans == (Span("load", 200_000, 100_000, 0),)
+    assert row(found.recording.timeline(), URL, "rank 0").spans == (PhaseSpan("load", 200_000, 100_000, 0),)
 
 
 def test_an_answer_to_commit_that_is_repeated_later_does_not_move_the_rank():
@@ -86,7 +86,7 @@ def test_an_answer_to_commit_that_is_repeated_later_does_not_move_the_rank():
     found.emit(asked("commit", 103.0, 103.2, steps=(Step("switch", 0, 101.0, 101.1),), boot=0.0))
     rank = row(found.recording.timeline(), URL, "rank 0")
     assert rank.clock_error_us == 0
-    assert rank.spans[-1] == Span("switch", 1_000_000, 100_000)
+    assert rank.spans[-1] == PhaseSpan("switch", 1_000_000, 100_000)
 
 
 def test_overlapping_messages_get_rows_of_their_own():

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
-from weightcast.adapters.requests import JsonObject, if_there, json_object
-from weightcast.adapters.stock import number_of, stock_info
+from weightcast.adapters.stock import stock_info
 from weightcast.adapters.vllm.adapter import VllmAdapter
+from weightcast.adapters.vllm.requests import decoded, if_there
 from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest
-from weightcast.protocols import Kind, LoadMetrics
+from weightcast.errors import WireError
+from weightcast.protocols import Adapter
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
 from weightcast.wire.vllm_versions import INSTALL_NEWER, too_old
 
+Asked = Generator[EngineRequest, bytes, EngineInfo | None]
 
-class VllmKind(Kind):
+
+class VllmKind:
     """Stock vLLM with its own weight transfer."""
 
     name = "vllm"
-    speaks = VllmAdapter
-    receiver_page = "docs/engines/vllm.md"
-    load = LoadMetrics(
-        running="vllm:num_requests_running",
-        waiting="vllm:num_requests_waiting",
-        tokens="vllm:generation_tokens_total",
-    )
 
-    def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
+    def recognise(self, url: str) -> Asked:
         """As ``Kind.recognise``."""
         version = yield from _version()
         if version is None:
@@ -47,7 +44,7 @@ class VllmKind(Kind):
             kind=self.name,
             engine=f"vllm {version}",
             model=model,
-            version=number_of((weights or {}).get("weight_version")),
+            version=_number((weights or {}).get("weight_version")),
             transports=() if old else facts.transports(),
             message=f"{old}: {INSTALL_NEWER}" if old else facts.advice(),
             paused=bool((paused or {}).get("is_paused")),
@@ -59,7 +56,11 @@ class VllmKind(Kind):
             hazards=facts.hazards(),
         )
 
-    def _without_dev_mode(self, url: str, version: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
+    def adapter(self, info: EngineInfo) -> Adapter:
+        """As ``Kind.adapter``."""
+        return VllmAdapter(info)
+
+    def _without_dev_mode(self, url: str, version: str) -> Asked:
         """Describes a vLLM server that lacks the routes of an update; None if the server is not vLLM."""
         page = yield from _object("/openapi.json")
         paths = (page or {}).get("paths")
@@ -87,7 +88,14 @@ def _model() -> Generator[EngineRequest, bytes, str]:
         return "unknown"
 
 
-def _object(path: str) -> Generator[EngineRequest, bytes, JsonObject | None]:
+def _object(path: str) -> Generator[EngineRequest, bytes, dict[str, Any] | None]:
     """The JSON object that a GET returns; None without such a route or object."""
     body = yield from if_there(EngineRequest(method="GET", path=path))
-    return None if body is None else json_object(body)
+    try:
+        return None if body is None else decoded(body)
+    except WireError:
+        return None
+
+
+def _number(version: object) -> int | None:
+    return int(version) if isinstance(version, str) and version.isdecimal() else None

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weightcast.adapters.requests import json_object
 from weightcast.adapters.stock import TAKES_IMAGES
+from weightcast.adapters.vllm.requests import decoded
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
+from weightcast.errors import WireError
 
 SERVER_INFO = EngineRequest(method="GET", path="/server_info?config_format=json")
 Backend = Literal["nccl", "ipc"]
@@ -80,7 +81,10 @@ class Facts:
         """Reads the answer to ``SERVER_INFO``; None if there is no such route."""
         if server_info is None:
             return Facts()
-        answer = json_object(server_info) or {}
+        try:
+            answer = decoded(server_info)
+        except WireError:
+            return Facts()
         config = _table(answer.get("vllm_config"))
         if not config:
             return Facts()

@@ -39,7 +39,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TurnLimits:
     """Numbers of turns and time limits.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plan:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _Measured:
     contender: Contender
     method: Method
     tried: dict[str, float] = field(default_factory=dict[str, float])
@@ -70,7 +70,7 @@ class _Entry:
 def run_case(
     layout: Layout,
     contenders: Sequence[Contender],
-    plan: Plan,
+    plan: TurnLimits,
     *,
     not_run: dict[str, str] | None = None,
     say: Say = lambda _: None,
@@ -83,15 +83,15 @@ def run_case(
     Returns:
         The result as plain JSON; ``ok`` is False if a method failed or ended with wrong weights.
     """
-    run = _Run(layout, plan, say, dict(not_run or {}))
+    run = _CaseRun(layout, plan, say, dict(not_run or {}))
     try:
-        entries: list[_Entry] = []
+        entries: list[_Measured] = []
         for number, contender in enumerate(contenders):
             entry = run.choose(contender, share=_SWEEP * (number + 1) / len(contenders))
             if entry is not None:
                 entries.append(entry)
         limits = [
-            _Entry(contender=Contender(name=method.name, settings=()), method=method) for method in bounds(layout)
+            _Measured(contender=Contender(name=method.name, settings=()), method=method) for method in bounds(layout)
         ]
         run.take_turns([*limits, *entries])
         run.watch(entries)
@@ -113,8 +113,8 @@ def order_of(turn: int, count: int) -> list[int]:
     return [(number + turn) % count for number in first]
 
 
-class _Run:
-    def __init__(self, layout: Layout, plan: Plan, say: Say, not_run: dict[str, str]) -> None:
+class _CaseRun:
+    def __init__(self, layout: Layout, plan: TurnLimits, say: Say, not_run: dict[str, str]) -> None:
         self._layout, self._plan, self._say = layout, plan, say
         self._not_run = not_run
         self._failed: dict[str, str] = {}
@@ -122,10 +122,10 @@ class _Run:
         self._started = time.monotonic()  # the start of the processes does not count
         self._until = self._started + plan.budget_s
 
-    def choose(self, contender: Contender, *, share: float) -> _Entry | None:
+    def choose(self, contender: Contender, *, share: float) -> _Measured | None:
         """Tries at least one setting, and more within this share of the time; returns the fastest."""
         until = self._started + share * self._plan.budget_s
-        best: _Entry | None = None
+        best: _Measured | None = None
         tried: dict[str, float] = {}
         for method in contender.settings:
             if time.monotonic() > self._until and best is None:
@@ -135,7 +135,7 @@ class _Run:
                 break
             options = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in method.options.items())
             self._say(f"{contender.name}: measured with {options or 'its defaults'}")
-            entry = _Entry(contender=contender, method=method)
+            entry = _Measured(contender=contender, method=method)
             try:
                 rig = self._at()
                 entry.prepare_s = rig.prepare(method, timeout_s=self._plan.turn_s)
@@ -154,7 +154,7 @@ class _Run:
             best.tried = tried
         return best
 
-    def take_turns(self, entries: Sequence[_Entry]) -> None:
+    def take_turns(self, entries: Sequence[_Measured]) -> None:
         """Runs the rounds; an entry that fails is removed, and the others continue with new processes."""
         prepared: set[str] = set()
         done = 0
@@ -181,11 +181,11 @@ class _Run:
                 done += 1
         self._forget_warm_up(entries)
 
-    def _forget_warm_up(self, entries: Sequence[_Entry]) -> None:
+    def _forget_warm_up(self, entries: Sequence[_Measured]) -> None:
         for entry in entries:
             entry.turns = entry.turns[self._plan.warm :] or entry.turns[-1:]
 
-    def watch(self, entries: Sequence[_Entry]) -> None:
+    def watch(self, entries: Sequence[_Measured]) -> None:
         """Watches one more turn of each remaining entry."""
         for entry in entries:
             if self._rig is None or entry.method.name in self._failed:
@@ -201,7 +201,7 @@ class _Run:
             self._rig.close()
             self._rig = None
 
-    def result(self, limits: Sequence[_Entry], entries: Sequence[_Entry]) -> dict[str, Any]:
+    def result(self, limits: Sequence[_Measured], entries: Sequence[_Measured]) -> dict[str, Any]:
         """The result as plain JSON."""
         shape = model_shape(self._layout.model)
         floors = {entry.method.name.removeprefix("limit: "): _figures(entry) for entry in limits if entry.turns}
@@ -260,7 +260,7 @@ def _floor(layout: Layout, floors: dict[str, dict[str, Any]]) -> float | None:
     return max(found, default=None)
 
 
-def _row(entry: _Entry, floor: float | None) -> dict[str, Any]:
+def _row(entry: _Measured, floor: float | None) -> dict[str, Any]:
     method = entry.method
     figures = _figures(entry)
     return {
@@ -278,7 +278,7 @@ def _row(entry: _Entry, floor: float | None) -> dict[str, Any]:
     }
 
 
-def _figures(entry: _Entry) -> dict[str, Any]:
+def _figures(entry: _Measured) -> dict[str, Any]:
     extra: dict[str, float] = {}
     for key in dict.fromkeys(key for turn in entry.turns for key in turn.extra):
         extra[key] = statistics.median(turn.extra[key] for turn in entry.turns if key in turn.extra)

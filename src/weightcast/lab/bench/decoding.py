@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 
 from weightcast.config import PauseMode
-from weightcast.lab.bench.synthetic import Engine
-from weightcast.runtime.steps import Steps
+from weightcast.lab.bench.synthetic import SyntheticEngine
+from weightcast.runtime.steps import StepCounter
 
 _STEP_S = 0.001
 _ROWS = 16
@@ -28,7 +28,7 @@ class Decoding:
         settled: Clear from a pause until the loop goes on with weights that are proven, or need not be.
     """
 
-    def __init__(self, engine: Engine, *, enabled: bool) -> None:
+    def __init__(self, engine: SyntheticEngine, *, enabled: bool) -> None:
         self._engine = engine
         self._go = threading.Event()
         self._go.set()
@@ -38,7 +38,7 @@ class Decoding:
         self._step = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stepped: list[float] = []  # when each step ended
-        self.steps = Steps(next(iter(engine.kept.values())).device)
+        self.steps = StepCounter(next(iter(engine.kept.values())).device)
         self._enabled = enabled
 
     @property

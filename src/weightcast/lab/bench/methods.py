@@ -12,9 +12,9 @@ from weightcast.errors import WeightcastError
 from weightcast.lab.bench.decoding import Decoding
 from weightcast.lab.bench.raw import Pipe, RawGroup
 from weightcast.lab.bench.shapes import ModelShape
-from weightcast.lab.bench.synthetic import Engine
+from weightcast.lab.bench.synthetic import SyntheticEngine
 
-Placement = Literal["colocated", "disaggregated"]
+ProcessPlacement = Literal["colocated", "disaggregated"]
 
 
 class MeasuringFailed(WeightcastError):
@@ -38,7 +38,7 @@ class Layout:
     """
 
     model: str
-    placement: Placement
+    placement: ProcessPlacement
     trainers: int
     engines: int
     device: Literal["cpu", "cuda"]
@@ -96,7 +96,7 @@ class TrainerSide(Side):
 class EngineSide(Side):
     """An engine process: ``engine`` has the live parameters, ``decoding`` generates with them meanwhile."""
 
-    engine: Engine
+    engine: SyntheticEngine
     decoding: Decoding
 
 

@@ -26,7 +26,7 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 from weightcast.version import __version__
 from weightcast.watch.listeners import Listener
 from weightcast.watch.sessions import SessionWatcher
@@ -91,7 +91,7 @@ class Engine:
         self._usable_at = 0.0
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self._worker: _Worker | None = None
+        self._worker: _ReceiverWorker | None = None
         self._receiving: SessionHandler | None = None
         self._counting = Counting(side)
 
@@ -107,7 +107,7 @@ class Engine:
             finishers=[self._finished],
             staging=self._staging,
         )
-        self._worker = _Worker(receiver, side.decoding.steps)
+        self._worker = _ReceiverWorker(receiver, side.decoding.steps)
         executor = LocalExecutor(self._worker)
         facts = EngineFacts(
             engine=f"weightcast {__version__}",
@@ -163,8 +163,8 @@ class Engine:
         self._done.set()
 
 
-class _Worker:
-    def __init__(self, receiver: WeightReceiver, steps: Steps) -> None:
+class _ReceiverWorker:
+    def __init__(self, receiver: WeightReceiver, steps: StepCounter) -> None:
         self._receiver = receiver
         self._beside = BesideSteps(receiver, steps)
         self._device = receiver.device

@@ -21,7 +21,7 @@ from weightcast.lab.bench.peak import Peak, held_bytes
 from weightcast.lab.bench.raw import Pipe, stamp, synchronize
 from weightcast.lab.bench.shapes import ModelShape, model_shape
 from weightcast.lab.bench.stacks import StackSampler
-from weightcast.lab.bench.synthetic import Engine, Pattern, key_of, nested
+from weightcast.lab.bench.synthetic import Pattern, SyntheticEngine, key_of, nested
 from weightcast.runtime.gc_pause import spare_what_lives
 
 
@@ -35,7 +35,7 @@ def serve_rig(
     else:
         torch.set_num_threads(layout.threads)
     try:
-        worker = _Worker(role, rank, layout, device, store_port, ends)
+        worker = _RigWorker(role, rank, layout, device, store_port, ends)
         spare_what_lives()  # servers do the same
         while True:
             command, *arguments = driver.recv()
@@ -53,7 +53,7 @@ def serve_rig(
     os._exit(0)
 
 
-class _Worker:
+class _RigWorker:
     def __init__(
         self, role: str, rank: int, layout: Layout, device: torch.device, store_port: int, ends: list[Connection]
     ) -> None:
@@ -71,7 +71,7 @@ class _Worker:
             store_port=store_port,
         )
         if role == "engine":
-            engine = Engine(shape, device)
+            engine = SyntheticEngine(shape, device)
             decoding = Decoding(engine, enabled=layout.generate)
             self._side: Side = EngineSide(**common, engine=engine, decoding=decoding)
         else:

@@ -16,7 +16,7 @@ from weightcast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ResidentPlace:
     """Place of one checkpoint tensor in an engine's parameters.
 
     Attributes:
@@ -37,7 +37,7 @@ class ModelShape:
     """A model: the tensors of its checkpoint in order, and the shapes of the parameters that an engine keeps."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[ResidentPlace, ...]
     residents: dict[str, tuple[int, ...]]
 
     @property
@@ -49,17 +49,17 @@ class ModelShape:
 class _Table:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.places: list[Place] = []
+        self.places: list[ResidentPlace] = []
         self.residents: dict[str, tuple[int, ...]] = {}
 
     def alone(self, name: str, *shape: int) -> None:
         self.residents[name] = shape
-        self.places.append(Place(name=name, shape=shape, resident=name))
+        self.places.append(ResidentPlace(name=name, shape=shape, resident=name))
 
     def fused(self, resident: str, parts: dict[str, tuple[int, ...]]) -> None:
         row = 0
         for name, shape in parts.items():
-            self.places.append(Place(name=name, shape=shape, resident=resident, row=row))
+            self.places.append(ResidentPlace(name=name, shape=shape, resident=resident, row=row))
             row += shape[0]
         self.residents[resident] = (row, *next(iter(parts.values()))[1:])
 
@@ -128,9 +128,11 @@ def _experts(table: _Table, at: str, config: _Decoder) -> None:
         name = f"{at}experts.{expert}."
         for part, row in (("gate_proj", 0), ("up_proj", inter)):
             table.places.append(
-                Place(name=f"{name}{part}.weight", shape=(inter, hidden), resident=both, index=expert, row=row)
+                ResidentPlace(name=f"{name}{part}.weight", shape=(inter, hidden), resident=both, index=expert, row=row)
             )
-        table.places.append(Place(name=f"{name}down_proj.weight", shape=(hidden, inter), resident=down, index=expert))
+        table.places.append(
+            ResidentPlace(name=f"{name}down_proj.weight", shape=(hidden, inter), resident=down, index=expert)
+        )
     table.residents[both] = (config.experts, 2 * inter, hidden)
     table.residents[down] = (config.experts, hidden, inter)
 

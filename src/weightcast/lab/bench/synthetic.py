@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from weightcast.lab.bench.shapes import ModelShape, Place
+from weightcast.lab.bench.shapes import ModelShape, ResidentPlace
 
 POISON = -1
 _SHORT, _LONG = 1_048_583, 33_554_467  # primes, so that no shape is in step with the pattern
@@ -81,7 +81,7 @@ def nested(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
     return root
 
 
-class Engine(nn.Module):
+class SyntheticEngine(nn.Module):
     """An engine's parameters with the fastest possible loader, which looks up each tensor in a table.
 
     Peers call ``load_weights`` in each update.  Our receiver records it once and replays it.
@@ -97,7 +97,7 @@ class Engine(nn.Module):
         self._places = {place.name: place for place in shape.places}
         self.loaded = 0
 
-    def region(self, place: Place) -> torch.Tensor:
+    def region(self, place: ResidentPlace) -> torch.Tensor:
         """Returns the part of a live parameter that one checkpoint tensor is copied to."""
         live = self.kept[place.resident.replace(".", "/")].data
         if place.index is not None:

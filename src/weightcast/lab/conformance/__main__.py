@@ -12,7 +12,7 @@ import torch
 
 from weightcast.config import Target, parse_size
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.lab.conformance.engine import Settings
+from weightcast.lab.conformance.engine import ConformanceSettings
 from weightcast.lab.conformance.result import Row
 from weightcast.lab.conformance.run import conform
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             key_file=args.key_file,
         )
         size = parse_size(args.bucket_bytes) if args.bucket_bytes else None
-        settings = Settings(timeout_s=args.timeout, bucket_bytes=size, transport=args.via)
+        settings = ConformanceSettings(timeout_s=args.timeout, bucket_bytes=size, transport=args.via)
         result = conform(target, args.checkpoints, settings, told=None if args.json else _tell)
     except WeightcastError as error:
         hint = f"\n\nhint: {error.hint}" if error.hint else ""

@@ -17,13 +17,13 @@ from weightcast.errors import WeightcastError, WireError
 from weightcast.lab.conformance.result import Failed
 from weightcast.runtime.deadline import Deadline
 
-Event = tuple[list[int], str]  # tokens since the last event, and the finish reason, empty until the end
+StreamEvent = tuple[list[int], str]  # tokens since the last event, and the finish reason, empty until the end
 _Body = Callable[[str, Sequence[int], int], dict[str, Any]]
-_Read = Callable[[dict[str, Any], int], Event]
+_ReadEvent = Callable[[dict[str, Any], int], StreamEvent]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class GenerateRoute:
     """The streamed generation route of one kind of server.
 
     Attributes:
@@ -34,7 +34,7 @@ class Dialect:
 
     path: str
     body: _Body
-    read: _Read
+    read: _ReadEvent
 
 
 class Stream:
@@ -49,7 +49,7 @@ class Stream:
     """
 
     def __init__(
-        self, target: Target, dialect: Dialect, model: str, prompt: Sequence[int], count: int, *, timeout_s: float
+        self, target: Target, dialect: GenerateRoute, model: str, prompt: Sequence[int], count: int, *, timeout_s: float
     ) -> None:
         """Sends the request."""
         self.prompt = list(prompt)
@@ -129,7 +129,7 @@ class Stream:
             self._news.notify_all()
 
 
-def dialect_of(target: Target, engine: str, model: str, *, timeout_s: float) -> Dialect:
+def dialect_of(target: Target, engine: str, model: str, *, timeout_s: float) -> GenerateRoute:
     """Returns the dialect in which the engine answers a short request.
 
     Args:
@@ -189,7 +189,7 @@ def _openai_body(model: str, prompt: Sequence[int], count: int) -> dict[str, Any
     }
 
 
-def _openai_read(event: dict[str, Any], _: int) -> Event:
+def _openai_read(event: dict[str, Any], _: int) -> StreamEvent:
     tokens: list[int] = []
     finish = ""
     for choice in event.get("choices") or ():
@@ -203,7 +203,7 @@ def _sglang_body(_: str, prompt: Sequence[int], count: int) -> dict[str, Any]:
     return {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
 
 
-def _sglang_read(event: dict[str, Any], before: int) -> Event:
+def _sglang_read(event: dict[str, Any], before: int) -> StreamEvent:
     came: list[int] = list(event.get("output_ids") or ())
     meta = event.get("meta_info") or {}
     # By default every event has the whole answer so far; with an option of SGLang's, the new tokens.
@@ -217,6 +217,6 @@ def _lmdeploy_body(_: str, prompt: Sequence[int], count: int) -> dict[str, Any]:
     return {"input_ids": list(prompt), "max_tokens": count, "stream": True, **greedy}
 
 
-_OPENAI = Dialect(path="/v1/completions", body=_openai_body, read=_openai_read)
-_SGLANG = Dialect(path="/generate", body=_sglang_body, read=_sglang_read)
-_LMDEPLOY = Dialect(path="/generate", body=_lmdeploy_body, read=_sglang_read)
+_OPENAI = GenerateRoute(path="/v1/completions", body=_openai_body, read=_openai_read)
+_SGLANG = GenerateRoute(path="/generate", body=_sglang_body, read=_sglang_read)
+_LMDEPLOY = GenerateRoute(path="/generate", body=_lmdeploy_body, read=_sglang_read)

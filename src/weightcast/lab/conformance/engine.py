@@ -20,9 +20,9 @@ from weightcast.config import AdvancedOptions, Target
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.lab.conformance.answers import Dialect, Stream, dialect_of
+from weightcast.lab.conformance.answers import GenerateRoute, Stream, dialect_of
 from weightcast.lab.conformance.result import NotApplicable, need
-from weightcast.lab.conformance.trainer import Job
+from weightcast.lab.conformance.trainer import UpdateJob
 from weightcast.lab.connect import connect
 from weightcast.report import UpdateReport
 from weightcast.transports.registry import TRANSPORTS
@@ -33,7 +33,7 @@ from weightcast.wire.codec import decode_ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import total_bytes
 
-Name = Literal["A", "B"]
+CheckpointName = Literal["A", "B"]
 _FEW = 16  # tokens of a short answer
 _PROMPT_LENGTHS = (4, 21, 48, 130)
 _LONG_LENGTHS = (5, 11, 26, 40)
@@ -44,7 +44,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ConformanceSettings:
     """Settings of a run.
 
     Attributes:
@@ -77,7 +77,7 @@ class EngineUnderTest:
         repeatable: Why the engine's answers cannot be compared token by token under load; empty if they can.
     """
 
-    def __init__(self, target: Target, checkpoints: Sequence[Path], settings: Settings) -> None:
+    def __init__(self, target: Target, checkpoints: Sequence[Path], settings: ConformanceSettings) -> None:
         """Asks the engine what it is.
 
         Raises:
@@ -86,11 +86,11 @@ class EngineUnderTest:
         """
         self.target = target
         self.settings = settings
-        self.folders: dict[Name, Path] = {"A": Path(checkpoints[0]), "B": Path(checkpoints[1])}
-        self.serves: Name | None = None
-        self.baselines: dict[Name, Baseline] = {}
+        self.folders: dict[CheckpointName, Path] = {"A": Path(checkpoints[0]), "B": Path(checkpoints[1])}
+        self.serves: CheckpointName | None = None
+        self.baselines: dict[CheckpointName, Baseline] = {}
         self.repeatable = ""
-        self._digests: dict[Name, dict[str, str]] = {}
+        self._digests: dict[CheckpointName, dict[str, str]] = {}
         self.client = Client(target, timeout_s=settings.timeout_s)
         self.first = self.info()
         self._last_version = self.first.version or 0
@@ -117,7 +117,7 @@ class EngineUnderTest:
     @property
     def has_receiver(self) -> bool:
         """True if the engine has our receiver."""
-        return self.first.has_receiver
+        return self.first.kind == "native"
 
     @property
     def is_here(self) -> bool:
@@ -155,7 +155,7 @@ class EngineUnderTest:
             advanced["disk_folder"] = tempfile.gettempdir()
         return connect(model, [self.target], advanced=advanced, **settings | options)
 
-    def push(self, name: Name, **options: Any) -> UpdateReport:
+    def push(self, name: CheckpointName, **options: Any) -> UpdateReport:
         """Updates the engine to a checkpoint.
 
         Raises:
@@ -170,11 +170,11 @@ class EngineUnderTest:
         self.serves = name
         return report
 
-    def job(self, name: Name, *, options: dict[str, Any], **more: Any) -> Job:
-        """An update to a checkpoint by a trainer in other processes; ``more`` are further fields of ``Job``."""
+    def job(self, name: CheckpointName, *, options: dict[str, Any], **more: Any) -> UpdateJob:
+        """An update to a checkpoint by a trainer in other processes; ``more`` are further fields of ``UpdateJob``."""
         places = [rank.device for rank in self.first.ranks if device_of(rank.device) is not None]
         settings = {"timeout_s": self.settings.timeout_s, "bucket_bytes": self.bucket_bytes}
-        return Job(
+        return UpdateJob(
             target=self.target,
             checkpoint=str(self.folders[name]),
             version=self.next_version(),
@@ -183,13 +183,13 @@ class EngineUnderTest:
             **more,
         )
 
-    def to(self, name: Name) -> None:
+    def to(self, name: CheckpointName) -> None:
         """Makes the engine serve a checkpoint, if it does not already."""
         if self.serves != name:
             self.push(name)
 
     @property
-    def other(self) -> Name:
+    def other(self) -> CheckpointName:
         """The checkpoint that the engine does not serve."""
         return "B" if self.serves == "A" else "A"
 
@@ -205,7 +205,7 @@ class EngineUnderTest:
             raise NotApplicable("stock servers cannot read their weights back")
         return decode_ack(self.client.get_json("/weightcast/digests")).resident
 
-    def digests_of(self, name: Name) -> dict[str, str]:
+    def digests_of(self, name: CheckpointName) -> dict[str, str]:
         """Returns the digests that the engine's weights have with a checkpoint."""
         if name not in self._digests:
             kept = {spec.name: spec.torch_dtype for spec in self.first.specs}
@@ -217,7 +217,7 @@ class EngineUnderTest:
                 }
         return self._digests[name]
 
-    def keeps(self, name: Name) -> None:
+    def keeps(self, name: CheckpointName) -> None:
         """Fails unless every live tensor that can be read back is the checkpoint's.
 
         Raises:
@@ -228,7 +228,7 @@ class EngineUnderTest:
         need(kept, "it reads back no tensor")
         need(not wrong, f"{len(wrong)} of {len(kept)} live tensors are not those of {name}: {', '.join(wrong[:4])}")
 
-    def says(self, name: Name) -> None:
+    def says(self, name: CheckpointName) -> None:
         """Fails unless the engine gives the answers of a checkpoint.
 
         Raises:
@@ -238,7 +238,7 @@ class EngineUnderTest:
         wrong = sum(mine != theirs for mine, theirs in zip(found, expected, strict=True))
         need(not wrong, f"{wrong} of {len(found)} answers are not those of {name}")
 
-    def unchanged(self, name: Name, version: int | None) -> None:
+    def unchanged(self, name: CheckpointName, version: int | None) -> None:
         """Fails unless the engine serves a checkpoint under a version, in state, weights and answers.
 
         Raises:
@@ -253,7 +253,7 @@ class EngineUnderTest:
         self.says(name)
 
     @contextmanager
-    def kept(self, name: Name) -> Generator[None]:
+    def kept(self, name: CheckpointName) -> Generator[None]:
         """Brings a checkpoint to the engine, which must serve it unchanged at the end of the block.
 
         Raises:
@@ -277,7 +277,7 @@ class EngineUnderTest:
         return Stream(self.target, self.dialect, self.first.model, prompt, count, timeout_s=2 * self.settings.timeout_s)
 
     @cached_property
-    def dialect(self) -> Dialect:
+    def dialect(self) -> GenerateRoute:
         """The engine's generation route.
 
         Raises:

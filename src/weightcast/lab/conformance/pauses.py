@@ -8,7 +8,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.answers import Stream
-from weightcast.lab.conformance.engine import EngineUnderTest, Name
+from weightcast.lab.conformance.engine import CheckpointName, EngineUnderTest
 from weightcast.lab.conformance.failures import keeps_the_old_version
 from weightcast.lab.conformance.result import Failed, NotApplicable, need
 from weightcast.update.updater import WeightUpdater
@@ -38,7 +38,7 @@ def pauses_by(mode: PauseMode) -> Callable[[EngineUnderTest], str]:
     return check
 
 
-def _update_under_load(engine: EngineUnderTest, name: Name, mode: PauseMode) -> list[Stream]:
+def _update_under_load(engine: EngineUnderTest, name: CheckpointName, mode: PauseMode) -> list[Stream]:
     """Updates the engine while it answers several requests, and returns these when they are over.
 
     They begin in the middle of the update and so are there at its switch, or before it if that pauses the engine.
@@ -65,7 +65,7 @@ def _update_under_load(engine: EngineUnderTest, name: Name, mode: PauseMode) -> 
     return [stream.ended() for stream in streams]
 
 
-def _update(engine: EngineUnderTest, updater: WeightUpdater, name: Name) -> None:
+def _update(engine: EngineUnderTest, updater: WeightUpdater, name: CheckpointName) -> None:
     before, engine.serves = engine.serves, None
     try:
         report = updater.update(version=engine.next_version())
@@ -85,7 +85,7 @@ def _refused_before_it_moved(error: WeightcastError) -> bool:
     return True
 
 
-def _dropped(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new: Name) -> int:
+def _dropped(engine: EngineUnderTest, streams: Sequence[Stream], old: CheckpointName, new: CheckpointName) -> int:
     for stream, before in zip(streams, _before(engine, old), strict=True):
         if engine.repeatable:
             continue
@@ -94,7 +94,7 @@ def _dropped(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new:
     return sum(len(stream.tokens) < stream.count for stream in streams)
 
 
-def _recomputed(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new: Name) -> int:
+def _recomputed(engine: EngineUnderTest, streams: Sequence[Stream], old: CheckpointName, new: CheckpointName) -> int:
     pairs = [
         (stream, _common(stream.whole(), before)) for stream, before in zip(streams, _before(engine, old), strict=True)
     ]
@@ -122,7 +122,7 @@ def _recomputed(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, n
     return len(struck)
 
 
-def _kept_in_place(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new: Name) -> int:
+def _kept_in_place(engine: EngineUnderTest, streams: Sequence[Stream], old: CheckpointName, new: CheckpointName) -> int:
     struck = 0
     for stream, before in zip(streams, _before(engine, old), strict=True):
         tokens = stream.whole()
@@ -132,7 +132,7 @@ def _kept_in_place(engine: EngineUnderTest, streams: Sequence[Stream], old: Name
     return struck
 
 
-def _waited_for(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, new: Name) -> int:
+def _waited_for(engine: EngineUnderTest, streams: Sequence[Stream], old: CheckpointName, new: CheckpointName) -> int:
     for stream, before in zip(streams, _before(engine, old), strict=True):
         tokens = stream.whole()
         kept = _common(tokens, before)
@@ -140,7 +140,7 @@ def _waited_for(engine: EngineUnderTest, streams: Sequence[Stream], old: Name, n
     return len(streams)
 
 
-def _before(engine: EngineUnderTest, old: Name) -> list[list[int]]:
+def _before(engine: EngineUnderTest, old: CheckpointName) -> list[list[int]]:
     if not engine.baselines[old].long:
         raise Failed(f"there are no answers of {old} to compare with, because an earlier check failed")
     return engine.baselines[old].long
@@ -154,7 +154,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-_PROMISES: dict[PauseMode, Callable[[EngineUnderTest, Sequence[Stream], Name, Name], int]] = {
+_PROMISES: dict[PauseMode, Callable[[EngineUnderTest, Sequence[Stream], CheckpointName, CheckpointName], int]] = {
     "abort": _dropped,
     "retract": _recomputed,
     "in_place": _kept_in_place,

@@ -10,8 +10,8 @@ import msgspec
 
 from weightcast.report import count_of
 
-Outcome = Literal["passed", "failed", "not applicable"]
-_OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "not applicable")
+CheckOutcome = Literal["passed", "failed", "not applicable"]
+_OUTCOMES: tuple[CheckOutcome, ...] = ("passed", "failed", "not applicable")
 
 
 class Failed(Exception):
@@ -43,12 +43,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     check: str
-    outcome: Outcome
+    outcome: CheckOutcome
     words: str
     seconds: float
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ConformanceResult(msgspec.Struct, frozen=True, kw_only=True):
     """All checks of one engine.
 
     Attributes:

@@ -9,14 +9,14 @@ from pathlib import Path
 from weightcast.config import Target
 from weightcast.errors import WeightcastError
 from weightcast.lab.conformance import direct, failures, messages, updates
-from weightcast.lab.conformance.engine import EngineUnderTest, Settings
+from weightcast.lab.conformance.engine import ConformanceSettings, EngineUnderTest
 from weightcast.lab.conformance.pauses import pauses_by
-from weightcast.lab.conformance.result import Failed, NotApplicable, Outcome, Result, Row
+from weightcast.lab.conformance.result import CheckOutcome, ConformanceResult, Failed, NotApplicable, Row
 
-Check = Callable[[EngineUnderTest], str]
+ConformanceCheck = Callable[[EngineUnderTest], str]
 Told = Callable[[Row], None]
 
-_FIRST: dict[str, Check] = {
+_FIRST: dict[str, ConformanceCheck] = {
     "describes itself": updates.describes_itself,
     "takes a full update": updates.takes_an_update,
     "gives the same greedy answers again, alone and under load": updates.repeats_its_answers,
@@ -25,7 +25,7 @@ _FIRST: dict[str, Check] = {
 }
 # Later checks compare with answers that these have taken.
 _NEEDED = ("takes a full update", "gives other answers with other weights")
-_MORE: dict[str, Check] = {
+_MORE: dict[str, ConformanceCheck] = {
     "scores given tokens by the weights that it serves": updates.scores_follow,
     "agrees with the forward pass of transformers": updates.agrees_with_a_forward_pass,
     "keeps exactly the weights that were sent": updates.keeps_what_was_sent,
@@ -56,7 +56,9 @@ _MORE: dict[str, Check] = {
 }
 
 
-def conform(target: Target, checkpoints: Sequence[Path], settings: Settings, *, told: Told | None = None) -> Result:
+def conform(
+    target: Target, checkpoints: Sequence[Path], settings: ConformanceSettings, *, told: Told | None = None
+) -> ConformanceResult:
     """Runs all checks on an engine, which serves the first checkpoint at the end if it can.
 
     Nothing else may update the engine or send requests to it meanwhile.
@@ -73,7 +75,7 @@ def conform(target: Target, checkpoints: Sequence[Path], settings: Settings, *, 
     engine = EngineUnderTest(target, checkpoints, settings)
     rows: list[Row] = []
 
-    def add(name: str, check: Check) -> None:
+    def add(name: str, check: ConformanceCheck) -> None:
         row = _row(name, check, engine)
         rows.append(row)
         if told is not None:
@@ -87,14 +89,16 @@ def conform(target: Target, checkpoints: Sequence[Path], settings: Settings, *, 
             add(name, check if not broken else _not_reached(broken[0]))
         _leave_it_at_a(engine)
         first = engine.first
-        return Result(url=target.url, engine=first.engine, kind=first.kind, ranks=len(first.ranks), rows=tuple(rows))
+        return ConformanceResult(
+            url=target.url, engine=first.engine, kind=first.kind, ranks=len(first.ranks), rows=tuple(rows)
+        )
     finally:
         engine.close()
 
 
-def _row(name: str, check: Check, engine: EngineUnderTest) -> Row:
+def _row(name: str, check: ConformanceCheck, engine: EngineUnderTest) -> Row:
     began = time.monotonic()
-    outcome: Outcome = "passed"
+    outcome: CheckOutcome = "passed"
     try:
         words = check(engine)
     except NotApplicable as reason:
@@ -109,7 +113,7 @@ def _row(name: str, check: Check, engine: EngineUnderTest) -> Row:
     return Row(check=name, outcome=outcome, words=" ".join(words.split()), seconds=round(seconds, 3))
 
 
-def _not_reached(broken: str) -> Check:
+def _not_reached(broken: str) -> ConformanceCheck:
     def check(_: EngineUnderTest) -> str:
         raise NotApplicable(f'not run, because "{broken}" failed')
 

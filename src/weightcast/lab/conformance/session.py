@@ -16,7 +16,7 @@ from weightcast.comm.ipc import SharedBuffer, device_of
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import model_digest
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.lab.conformance.engine import EngineUnderTest, Name
+from weightcast.lab.conformance.engine import CheckpointName, EngineUnderTest
 from weightcast.lab.conformance.result import NotApplicable
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
@@ -33,7 +33,7 @@ class RawSession:
         open_message: The message that opens it.
     """
 
-    def __init__(self, engine: EngineUnderTest, name: Name, **changes: Any) -> None:
+    def __init__(self, engine: EngineUnderTest, name: CheckpointName, **changes: Any) -> None:
         """Prepares the session without sending anything.
 
         Args:

@@ -46,7 +46,7 @@ _kept: list[SharedBuffer] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class UpdateJob:
     """One update by a trainer.
 
     Attributes:
@@ -93,7 +93,7 @@ def altered(checkpoint: str, num_ranks: int) -> str:
     return cut[len(cut) // 2]
 
 
-def run(job: Job, *, timeout_s: float) -> list[Ended]:
+def run(job: UpdateJob, *, timeout_s: float) -> list[Ended]:
     """Runs a trainer to its end, and returns how it ended on each rank.
 
     Args:
@@ -137,7 +137,7 @@ def _answer(pipe: Connection, process: Any, log: Path, deadline: float) -> Ended
         return Ended("failed", f"it ended by itself: {log.read_text(errors='replace')[-300:]}")
 
 
-def _serve(job: Job, rank: int, address: str, pipe: Connection, log: str) -> None:
+def _serve(job: UpdateJob, rank: int, address: str, pipe: Connection, log: str) -> None:
     _let_nobody_inherit_files()
     with open(log, "wb") as file:
         os.dup2(file.fileno(), _STDERR)  # torch reports each lost connection with a stack
@@ -170,12 +170,12 @@ def _let_nobody_inherit_files() -> None:
                 os.set_inheritable(number, False)
 
 
-def _update(job: Job, model: Any, **more: Any) -> UpdateReport:
+def _update(job: UpdateJob, model: Any, **more: Any) -> UpdateReport:
     with connect(model, [job.target], **job.options, **more) as updater:
         return updater.update(version=job.version)
 
 
-def _killer(job: Job) -> Any:
+def _killer(job: UpdateJob) -> Any:
     def after_a_bucket(done: int, _: int) -> None:
         if done and job.fate == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -183,7 +183,7 @@ def _killer(job: Job) -> Any:
     return after_a_bucket
 
 
-def _sharded(job: Job, rank: int) -> StateDictExporter:
+def _sharded(job: UpdateJob, rank: int) -> StateDictExporter:
     device = device_of(job.place) or torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -197,10 +197,10 @@ def _sharded(job: Job, rank: int) -> StateDictExporter:
     if rank == job.culprit:
         lie = others[altered(job.checkpoint, job.num_ranks)]
         lie.to_local().view(-1).view(torch.uint8)[0] ^= 1
-    return _Lying(weights, others)
+    return _BitFlipExporter(weights, others)
 
 
-def _rows(job: Job, mesh: DeviceMesh, device: torch.device) -> dict[str, DTensor]:
+def _rows(job: UpdateJob, mesh: DeviceMesh, device: torch.device) -> dict[str, DTensor]:
     """The weights, each cut into rows among all ranks, in memory that engines can map."""
     placed: dict[str, DTensor] = {}
     with CheckpointExporter(job.checkpoint) as exporter:
@@ -236,7 +236,7 @@ class _Dying(StateDictExporter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Lying(StateDictExporter):
+class _BitFlipExporter(StateDictExporter):
     """Sums one set of weights, and hands out another, as if bits had flipped on their way."""
 
     def __init__(self, summed: Mapping[str, torch.Tensor], handed: Mapping[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from weightcast.adapters.registry import adapter_for
 from weightcast.comm.run_steps import converse
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.lab.conformance.engine import Baseline, EngineUnderTest, Name, loads_folders
+from weightcast.lab.conformance.engine import Baseline, CheckpointName, EngineUnderTest, loads_folders
 from weightcast.lab.conformance.result import NotApplicable, joined, need
 from weightcast.report import format_bytes
 from weightcast.wire.layout import total_bytes
@@ -78,7 +78,7 @@ def answers_come_back(engine: EngineUnderTest) -> str:
 
 def scores_follow(engine: EngineUnderTest) -> str:
     """Log-probabilities of given tokens change with the weights and come back with them."""
-    found = {name: _scores(engine, name) for name in cast("tuple[Name, ...]", ("B", "A"))}
+    found = {name: _scores(engine, name) for name in cast("tuple[CheckpointName, ...]", ("B", "A"))}
     again = _scores(engine, "B")
     apart = max(abs(one - other) for one, other in zip(found["A"], found["B"], strict=True))
     off = max(abs(one - other) for one, other in zip(again, found["B"], strict=True))
@@ -92,7 +92,7 @@ def agrees_with_a_forward_pass(engine: EngineUnderTest) -> str:
     if total_bytes(engine.specs) > _MODEL_LIMIT_BYTES:
         raise NotApplicable(f"the checkpoint is larger than {format_bytes(_MODEL_LIMIT_BYTES)}")
     worst = 0.0
-    for name in cast("tuple[Name, ...]", ("B", "A")):
+    for name in cast("tuple[CheckpointName, ...]", ("B", "A")):
         model = _model_of(engine, name)
         engine.to(name)
         for prompt, tokens in zip(engine.prompts, engine.answers(), strict=True):
@@ -104,7 +104,7 @@ def agrees_with_a_forward_pass(engine: EngineUnderTest) -> str:
 
 def keeps_what_was_sent(engine: EngineUnderTest) -> str:
     """Digests of the live weights are those of the checkpoint that was sent; a stock engine's own checksum follows."""
-    names: tuple[Name, ...] = ("B", "A")
+    names: tuple[CheckpointName, ...] = ("B", "A")
     if engine.has_receiver:
         for name in names:
             engine.to(name)
@@ -160,7 +160,7 @@ def counts_its_versions(engine: EngineUnderTest) -> str:
     return f"{high - 1} after {high} is refused, and taken with allow_older"
 
 
-def _push_as(engine: EngineUnderTest, name: Name, version: int, **options: Any) -> str:
+def _push_as(engine: EngineUnderTest, name: CheckpointName, version: int, **options: Any) -> str:
     """Updates the engine to a version; returns the words of the refusal, or nothing."""
     try:
         with (
@@ -173,16 +173,12 @@ def _push_as(engine: EngineUnderTest, name: Name, version: int, **options: Any) 
     return ""
 
 
-def _scores(engine: EngineUnderTest, name: Name) -> list[float]:
+def _scores(engine: EngineUnderTest, name: CheckpointName) -> list[float]:
     engine.to(name)
     try:
         return converse(engine.client, adapter_for(engine.info()).score(_SCORED), timeout_s=engine.settings.timeout_s)
     except WeightcastError as error:
         raise NotApplicable(f"it does not score: {error}") from None
-
-
-# Routes of SGLang and vLLM, and the field of the answer: one checksum, or one for each rank and parameter.
-_CHECKSUMS = (("/weights_checker", "per_engine_checksum"), ("/weight_checker", "checksums"))
 
 
 def _own_checksum(engine: EngineUnderTest) -> str:
@@ -191,21 +187,19 @@ def _own_checksum(engine: EngineUnderTest) -> str:
     Raises:
         NotApplicable: It has none.
     """
-    for path, field in _CHECKSUMS:
-        try:
-            reply = engine.client.post_json(path, b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s)
-            found = msgspec.json.decode(reply, type=dict[str, Any]).get(field)
-        except (TargetRejected, msgspec.MsgspecError) as error:
-            if isinstance(error, TargetRejected) and error.status in (404, 405):
-                continue
-            raise NotApplicable(f"it has no checksum of its own: {error}") from None
-        if found:
-            return found if isinstance(found, str) else hashlib.sha256(_sorted(found)).hexdigest()
-    raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
-
-
-def _sorted(checksums: object) -> bytes:
-    return msgspec.json.encode(checksums, order="sorted")
+    sglang = engine.first.kind == "sglang"
+    if not sglang and not engine.first.kind.startswith("vllm"):
+        raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
+    path = "/weights_checker" if sglang else "/weight_checker"
+    try:
+        reply = engine.client.post_json(path, b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s)
+        answer = msgspec.json.decode(reply, type=dict[str, Any])
+    except (TargetRejected, msgspec.MsgspecError) as error:
+        raise NotApplicable(f"it has no checksum of its own: {error}") from None
+    found = answer.get("per_engine_checksum" if sglang else "checksums")  # vLLM's are one for each rank and parameter
+    if not found:
+        raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
+    return found if sglang else hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()
 
 
 def _shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
@@ -217,7 +211,7 @@ def _shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> floa
     return float((logits.max(-1).values - chosen).max())
 
 
-def _model_of(engine: EngineUnderTest, name: Name) -> nn.Module:
+def _model_of(engine: EngineUnderTest, name: CheckpointName) -> nn.Module:
     """Loads a checkpoint with transformers.
 
     Raises:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-Advance = Callable[[int, int], None]
-
 
 class Console(Protocol):
     """Functions that the demo prints with; ``weightcast.cli.render`` implements them."""
@@ -20,6 +18,6 @@ class Console(Protocol):
         """Writes the JSON document to stdout."""
         ...
 
-    def progress(self, what: str) -> AbstractContextManager[Advance]:
+    def progress(self, what: str) -> AbstractContextManager[Callable[[int, int], None]]:
         """Shows progress; the context's value takes the bytes done and the total bytes."""
         ...

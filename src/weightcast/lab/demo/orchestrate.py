@@ -25,14 +25,12 @@ from weightcast.lab.demo import table
 from weightcast.lab.demo.children import Child, ChildFailed, Children
 from weightcast.lab.demo.console import Console
 from weightcast.lab.demo.page import write_page
-from weightcast.lab.demo.placement import Placement, place
+from weightcast.lab.demo.placement import DemoPlacement, place
 from weightcast.lab.demo.processes import TRANSPORTS, describe, start_engines, start_trainers, write_job
-from weightcast.lab.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
+from weightcast.lab.demo.records import DemoEvent, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.lab.demo.settings import DemoConfig, Mode
 from weightcast.lab.demo.smollm2 import MODEL_NAME, ensure_smollm2, require_packages
 from weightcast.lab.demo.waiting import waiting
-
-Say = Callable[[str], None]
 
 _LEAVE_S = 60.0
 
@@ -43,7 +41,7 @@ class _Ready(msgspec.Struct):
     url: str
 
 
-_event_decoder = msgspec.json.Decoder(Event)
+_event_decoder = msgspec.json.Decoder(DemoEvent)
 _ready_decoder = msgspec.json.Decoder(_Ready)
 
 
@@ -101,7 +99,7 @@ def _run(config: DemoConfig, console: Console) -> int:
 
 
 def _run_mode(
-    config: DemoConfig, mode: Mode, model: Path, placement: Placement, console: Console, say: Say
+    config: DemoConfig, mode: Mode, model: Path, placement: DemoPlacement, console: Console, say: Callable[[str], None]
 ) -> ModeRecord:
     started_s = time.monotonic()
     steps: list[StepRecord] = []
@@ -176,7 +174,7 @@ def _url_in(document: bytes) -> str | None:
         return None  # the document is not complete yet
 
 
-def _events(children: Children, trainer: Child, *, timeout_s: float) -> Iterator[Event]:
+def _events(children: Children, trainer: Child, *, timeout_s: float) -> Iterator[DemoEvent]:
     """Yields the events that a trainer reports, until it closes its stdout."""
     while (line := children.read_line(trainer, waiting_for="the next step", timeout_s=timeout_s)) is not None:
         yield _event_decoder.decode(line)

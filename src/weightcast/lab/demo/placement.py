@@ -14,7 +14,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlace:
+class EngineGpus:
     """Placement of one engine: its tensor-parallel degree, and the index of each rank's GPU (empty on a CPU)."""
 
     tp: int
@@ -22,7 +22,7 @@ class EnginePlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class DemoPlacement:
     """Placement of all processes of one mode.
 
     Attributes:
@@ -33,11 +33,11 @@ class Placement:
     device: Device
     trainers: int
     trainer_gpus: tuple[int, ...]
-    engines: tuple[EnginePlace, ...]
+    engines: tuple[EngineGpus, ...]
     note: str = ""
 
 
-def place(mode: Mode, *, num_gpus: int) -> Placement:
+def place(mode: Mode, *, num_gpus: int) -> DemoPlacement:
     """Places the processes of one mode on GPUs, or on the CPU if there are too few.
 
     In colocated mode every engine rank shares its GPU with a trainer rank.  In disaggregated mode no GPU is shared, and
@@ -47,26 +47,28 @@ def place(mode: Mode, *, num_gpus: int) -> Placement:
         return _on_cpu()
     if mode == "colocated":
         if num_gpus >= 4:
-            return _on_gpus((0, 1, 2, 3), EnginePlace(tp=1, gpus=(0,)), EnginePlace(tp=3, gpus=(1, 2, 3)))
+            return _on_gpus((0, 1, 2, 3), EngineGpus(tp=1, gpus=(0,)), EngineGpus(tp=3, gpus=(1, 2, 3)))
         if num_gpus >= 2:
-            return _on_gpus((0, 1), EnginePlace(tp=1, gpus=(0,)), EnginePlace(tp=1, gpus=(1,)))
-        return _on_gpus((0,), EnginePlace(tp=1, gpus=(0,)), EnginePlace(tp=1, gpus=(0,)))
+            return _on_gpus((0, 1), EngineGpus(tp=1, gpus=(0,)), EngineGpus(tp=1, gpus=(1,)))
+        return _on_gpus((0,), EngineGpus(tp=1, gpus=(0,)), EngineGpus(tp=1, gpus=(0,)))
     if num_gpus >= 6:
-        return _on_gpus((0, 1), EnginePlace(tp=1, gpus=(2,)), EnginePlace(tp=3, gpus=(3, 4, 5)))
+        return _on_gpus((0, 1), EngineGpus(tp=1, gpus=(2,)), EngineGpus(tp=3, gpus=(3, 4, 5)))
     if num_gpus >= 4:
-        return _on_gpus((0, 1), EnginePlace(tp=1, gpus=(2,)), EnginePlace(tp=1, gpus=(3,)))
+        return _on_gpus((0, 1), EngineGpus(tp=1, gpus=(2,)), EngineGpus(tp=1, gpus=(3,)))
     if num_gpus == 3:
-        return _on_gpus((0,), EnginePlace(tp=1, gpus=(1,)), EnginePlace(tp=1, gpus=(2,)))
+        return _on_gpus((0,), EngineGpus(tp=1, gpus=(1,)), EngineGpus(tp=1, gpus=(2,)))
     if num_gpus == 2:
-        return _on_gpus((0,), EnginePlace(tp=1, gpus=(1,)), note="two GPUs: one trainer and one engine")
+        return _on_gpus((0,), EngineGpus(tp=1, gpus=(1,)), note="two GPUs: one trainer and one engine")
     return _on_cpu(note="one GPU: trainer and engines would share it, so this mode runs on the CPU")
 
 
-def _on_cpu(note: str = "") -> Placement:
-    return Placement(
-        device="cpu", trainers=2, trainer_gpus=(), engines=(EnginePlace(tp=1), EnginePlace(tp=3)), note=note
+def _on_cpu(note: str = "") -> DemoPlacement:
+    return DemoPlacement(
+        device="cpu", trainers=2, trainer_gpus=(), engines=(EngineGpus(tp=1), EngineGpus(tp=3)), note=note
     )
 
 
-def _on_gpus(trainer_gpus: tuple[int, ...], *engines: EnginePlace, note: str = "") -> Placement:
-    return Placement(device="cuda", trainers=len(trainer_gpus), trainer_gpus=trainer_gpus, engines=engines, note=note)
+def _on_gpus(trainer_gpus: tuple[int, ...], *engines: EngineGpus, note: str = "") -> DemoPlacement:
+    return DemoPlacement(
+        device="cuda", trainers=len(trainer_gpus), trainer_gpus=trainer_gpus, engines=engines, note=note
+    )

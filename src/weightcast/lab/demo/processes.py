@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from weightcast.lab.demo.children import Child, Children
-from weightcast.lab.demo.placement import EnginePlace, Placement
+from weightcast.lab.demo.placement import DemoPlacement, EngineGpus
 from weightcast.lab.demo.settings import DemoConfig, Mode
 
 # glibc returns large buffers to the kernel at every free, and each training step faults them in again. On a CPU that
@@ -24,7 +24,7 @@ _KEEP_MEMORY = {
 TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
 
 
-def start_engines(children: Children, model: Path, placement: Placement) -> list[Child]:
+def start_engines(children: Children, model: Path, placement: DemoPlacement) -> list[Child]:
     """Starts each engine on a free port; it prints its URL as JSON when it serves."""
     threads = _threads(sum(engine.tp for engine in placement.engines))
     engines: list[Child] = []
@@ -39,7 +39,7 @@ def start_engines(children: Children, model: Path, placement: Placement) -> list
     return engines
 
 
-def start_trainers(children: Children, job: Path, placement: Placement) -> list[Child]:
+def start_trainers(children: Children, job: Path, placement: DemoPlacement) -> list[Child]:
     """Starts the trainer processes; each waits for a line with the engines' URLs on stdin."""
     env = {**_environment(_threads(placement.trainers)), **_KEEP_MEMORY}
     command = [sys.executable, "-m", "weightcast.lab.demo.trainer", str(job)]
@@ -47,7 +47,7 @@ def start_trainers(children: Children, job: Path, placement: Placement) -> list[
     return [children.start(f"trainer-{rank}", [*command, str(rank)], env=env, piped=True) for rank in ranks]
 
 
-def write_job(config: DemoConfig, mode: Mode, model: Path, placement: Placement, folder: Path) -> Path:
+def write_job(config: DemoConfig, mode: Mode, model: Path, placement: DemoPlacement, folder: Path) -> Path:
     """Writes the settings of the trainers in the format of ``trainer.TrainerJob``, and returns the file.
 
     It does not use that class, whose import would bring torch and FSDP into this process.
@@ -70,12 +70,12 @@ def write_job(config: DemoConfig, mode: Mode, model: Path, placement: Placement,
     return path
 
 
-def describe(engine: EnginePlace) -> str:
+def describe(engine: EngineGpus) -> str:
     """Describes an engine's tensor-parallel degree and device."""
     return f"tp {engine.tp} " + (f"on GPU {', '.join(map(str, engine.gpus))}" if engine.gpus else "on the CPU")
 
 
-def _engine_dtype(placement: Placement) -> str:
+def _engine_dtype(placement: DemoPlacement) -> str:
     return "bfloat16" if placement.device == "cuda" else "float32"
 
 

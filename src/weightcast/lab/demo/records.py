@@ -50,7 +50,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     targets: list[TargetRecord] = []
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class GradedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled completion and its reward."""
 
     text: str
@@ -62,10 +62,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field=
 
     version: int
     question: str
-    answers: list[Answer]
+    answers: list[GradedAnswer]
 
 
-Event = StepRecord | Sample
+DemoEvent = StepRecord | Sample
 
 
 class ModeRecord(msgspec.Struct, frozen=True, kw_only=True):

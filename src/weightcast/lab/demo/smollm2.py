@@ -12,13 +12,12 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightcast.errors import ConfigError
-from weightcast.lab.demo.console import Advance
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +50,7 @@ def cache_folder() -> Path:
     return (configured if configured.is_absolute() else Path.home() / ".cache") / "weightcast"
 
 
-def ensure_smollm2(progress: Advance) -> Path:
+def ensure_smollm2(progress: Callable[[int, int], None]) -> Path:
     """Returns the model's folder: config, ``model.safetensors`` (bfloat16, 269 MB), tokenizer and chat template.
 
     The first call makes it in about 15 s (`make setup` does); later calls return at once.  Two processes may call it at
@@ -128,7 +127,7 @@ def _locked(path: Path) -> Generator[None]:
         yield
 
 
-def _convert(gguf_file: Path, folder: Path, progress: Advance) -> None:
+def _convert(gguf_file: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -148,7 +147,7 @@ def _convert(gguf_file: Path, folder: Path, progress: Advance) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _read_tensors(gguf_file: Path, config: Any, progress: Advance) -> dict[str, torch.Tensor]:
+def _read_tensors(gguf_file: Path, config: Any, progress: Callable[[int, int], None]) -> dict[str, torch.Tensor]:
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize

@@ -24,7 +24,7 @@ from weightcast import Target, WeightUpdater
 from weightcast.errors import VerificationFailed
 from weightcast.lab.demo.grpo import Group
 from weightcast.lab.demo.learner import Learner
-from weightcast.lab.demo.records import Answer, Event, Sample, StepRecord, TargetRecord
+from weightcast.lab.demo.records import DemoEvent, GradedAnswer, Sample, StepRecord, TargetRecord
 from weightcast.lab.demo.rollouts import Completion, Engines
 from weightcast.lab.demo.settings import GrpoConfig
 from weightcast.lab.demo.task import CAPITALS, SHOWN_COUNTRY, Question, questions, reward
@@ -106,7 +106,7 @@ class Rollouts:
             max_tokens=self._job.grpo.max_tokens,
             seed=_SAMPLE_SEED,
         )
-        answers = [Answer(text=each.text.strip(), reward=_grade(question, each)) for each in completions]
+        answers = [GradedAnswer(text=each.text.strip(), reward=_grade(question, each)) for each in completions]
         return Sample(version=version, question=question.text, answers=answers)
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def _grade(question: Question, completion: Completion) -> float:
     return reward(question, completion.text, finished=completion.finished)
 
 
-def _emit(events: IO[str], event: Event) -> None:
+def _emit(events: IO[str], event: DemoEvent) -> None:
     events.write(msgspec.json.encode(event).decode() + "\n")
     events.flush()
 

@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
 _LOAD_S = 120.0
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+NamedTensorList = Sequence[tuple[str, torch.Tensor]]
 
 
 class LiveWeights:
@@ -69,7 +69,7 @@ class LiveWeights:
         """Number of ranks of the engine."""
         return self._receiver.executor.tp_size
 
-    def write(self, named: NamedTensors) -> None:
+    def write(self, named: NamedTensorList) -> None:
         """Writes whole tensors.  As in stock engines, earlier ones stay written if a later one does not fit.
 
         Raises:
@@ -94,7 +94,7 @@ class LiveWeights:
         if wrong is not None:
             raise wrong
 
-    def _write(self, named: NamedTensors) -> None:
+    def _write(self, named: NamedTensorList) -> None:
         layout = _lay_out(named)
         session = secrets.token_hex(16)
         opening = Open(
@@ -233,7 +233,7 @@ def table(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence
     ]
 
 
-def cut(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> NamedTensors:
+def cut(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> NamedTensorList:
     """Views flat bytes as consecutive tensors."""
     found: list[tuple[str, torch.Tensor]] = []
     start = 0
@@ -244,7 +244,7 @@ def cut(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> NamedTensors:
     return found
 
 
-def _lay_out(named: NamedTensors) -> BucketLayout:
+def _lay_out(named: NamedTensorList) -> BucketLayout:
     slots: list[TensorSlot] = []
     end = 0
     for name, tensor in named:

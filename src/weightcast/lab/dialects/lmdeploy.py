@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.lab.dialects.faults import wants_half
-from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensors, cut, open_cuda, table
+from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensorList, cut, open_cuda, table
 from weightcast.lab.dialects.unpickled import Called, dtype_named, read
 from weightcast.wire.layout import total_bytes
 
@@ -89,7 +89,7 @@ class Generate(msgspec.Struct, frozen=True):
     max_tokens: int = 128
 
 
-class Dialect:
+class LmdeployDialect:
     """The state of one server: sleeping tags, the mapped buffer, and the groups."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -214,7 +214,7 @@ class Dialect:
         self._mapped = None
         self._turns.clear()
 
-    def _decode(self, payload: str, load_format: str | None, device: torch.device) -> NamedTensors:
+    def _decode(self, payload: str, load_format: str | None, device: torch.device) -> NamedTensorList:
         content = read(base64.b64decode(payload))
         if load_format != _FLAT:
             if content != []:
@@ -248,7 +248,7 @@ class Dialect:
             found.append((fields["name"], part))
         return found
 
-    def _load(self, named: NamedTensors, *, half: bool) -> None:
+    def _load(self, named: NamedTensorList, *, half: bool) -> None:
         if "weights" in self._asleep and self._level == 2:
             return  # LMDeploy writes into tensors without memory, which has no effect
         if named:
@@ -260,7 +260,7 @@ class Dialect:
 class Asleep:
     """Middleware that refuses inference while a tag sleeps."""
 
-    def __init__(self, app: ASGIApp, *, dialect: Dialect) -> None:
+    def __init__(self, app: ASGIApp, *, dialect: LmdeployDialect) -> None:
         self._app = app
         self._dialect = dialect
 
@@ -275,12 +275,12 @@ class Asleep:
 
 def mount(app: FastAPI, engine: RolloutEngine) -> None:
     """Adds LMDeploy's routes in front of the app's own, and the middleware that refuses requests while it sleeps."""
-    dialect = Dialect(engine)
+    dialect = LmdeployDialect(engine)
     app.include_router(routes(dialect))
     app.add_middleware(Asleep, dialect=dialect)
 
 
-def routes(dialect: Dialect) -> APIRouter:
+def routes(dialect: LmdeployDialect) -> APIRouter:
     """Makes LMDeploy's routes for weights."""
     router = APIRouter()
     lock = asyncio.Lock()

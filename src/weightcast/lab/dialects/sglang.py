@@ -32,20 +32,20 @@ from starlette.concurrency import run_in_threadpool
 
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.lab.dialects.faults import wants_half
-from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensors, cut, table
+from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensorList, cut, table
 from weightcast.lab.dialects.sglang_bodies import (
-    Begin,
-    Check,
-    Continue,
-    DestroyGroup,
-    End,
-    FromDisk,
-    FromDistributed,
-    FromTensor,
-    Generate,
-    InitGroup,
-    Pause,
-    SetVersion,
+    BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
     bucket_of,
 )
 from weightcast.lab.dialects.unpickled import read
@@ -73,7 +73,7 @@ class _Refused(Exception):
     """Refusal of a request; its text is answered with a 400."""
 
 
-class Dialect:
+class SglangDialect:
     """Implements the routes.  Thread-safe; like SGLang's scheduler it handles one weight request at a time."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -121,7 +121,7 @@ class Dialect:
             "load_format": "auto",
         }
 
-    def checksums(self, _: Check) -> dict[str, Any]:
+    def checksums(self, _: CheckWeightsReqInput) -> dict[str, Any]:
         """Returns checksums of the whole model for every rank; SGLang's ranks return those of their own shards."""
         ack = self._receiver.apply(Readback())
         if not ack.ok or ack.mismatched:
@@ -132,7 +132,7 @@ class Dialect:
 
     # -- sessions and groups
 
-    def begin(self, _: Begin) -> str:
+    def begin(self, _: BeginWeightUpdateReqInput) -> str:
         """Opens a weight-update session."""
         with self._busy:
             if self._session:
@@ -140,7 +140,7 @@ class Dialect:
             self._session = True
         return "Success"
 
-    def end(self, _: End) -> str:
+    def end(self, _: EndWeightUpdateReqInput) -> str:
         """Closes the session."""
         with self._busy:
             if not self._session:
@@ -148,7 +148,7 @@ class Dialect:
             self._session = False
         return "Success"
 
-    def init_group(self, body: InitGroup) -> str:
+    def init_group(self, body: InitWeightsUpdateGroupReqInput) -> str:
         """Joins the trainer's group."""
         with self._busy:
             words = "Failed to initialize custom process group: {}."
@@ -169,7 +169,7 @@ class Dialect:
                 raise _Refused(words.format(error)) from error
         return "Succeeded to initialize custom process group."
 
-    def destroy_group(self, body: DestroyGroup) -> str:
+    def destroy_group(self, body: DestroyWeightsUpdateGroupReqInput) -> str:
         """Leaves a group, after any broadcast that is still awaited."""
         with self._busy:
             if not self._groups.leave(body.group_name):
@@ -178,7 +178,7 @@ class Dialect:
 
     # -- weights
 
-    def from_distributed(self, body: FromDistributed, *, half: bool) -> str:
+    def from_distributed(self, body: UpdateWeightsFromDistributedReqInput, *, half: bool) -> str:
         """Receives one bucket, or one broadcast for each tensor."""
         with self._busy:
             if not self._session:
@@ -195,7 +195,7 @@ class Dialect:
                 raise _Refused(words) from error
             return self._after(body, "Succeeded to update parameter online.")
 
-    def _receive(self, body: FromDistributed) -> NamedTensors:
+    def _receive(self, body: UpdateWeightsFromDistributedReqInput) -> NamedTensorList:
         if body.group_name not in self._groups:
             raise LookupError(f"Group {body.group_name} not in []. Please call `init_weights_update_group` first.")
         specs = table(body.names, body.dtypes, body.shapes)
@@ -211,7 +211,7 @@ class Dialect:
             start += spec.size_bytes
         return cut(self._groups.receive(body.group_name, total_bytes(specs), timeout_s=_GROUP_S), specs)
 
-    def from_tensor(self, body: FromTensor, *, half: bool) -> str:
+    def from_tensor(self, body: UpdateWeightsFromTensorReqInput, *, half: bool) -> str:
         """Loads a bucket from shared memory; the request has a payload for each rank."""
         try:
             payloads = [base64.b64decode(text, validate=True) for text in body.serialized_named_tensors]
@@ -240,7 +240,7 @@ class Dialect:
                 raise _Refused("requests did not end")
             time.sleep(0.02)
 
-    def from_disk(self, body: FromDisk, *, half: bool) -> str:
+    def from_disk(self, body: UpdateWeightFromDiskReqInput, *, half: bool) -> str:
         """Loads a checkpoint folder.  A failed load is not rolled back: SGLang would read the same folder again."""
         with self._busy:
             try:
@@ -254,7 +254,7 @@ class Dialect:
             self.model_path = body.model_path
             return words
 
-    def _load(self, named: NamedTensors, *, half: bool) -> None:
+    def _load(self, named: NamedTensorList, *, half: bool) -> None:
         known = [(name, tensor) for name, tensor in named if name in self._known]
         for name, _ in named:
             if name not in self._known:
@@ -265,7 +265,11 @@ class Dialect:
         if known:
             self._live.write(known)
 
-    def _after(self, body: FromDistributed | FromTensor | FromDisk, words: str) -> str:
+    def _after(
+        self,
+        body: UpdateWeightsFromDistributedReqInput | UpdateWeightsFromTensorReqInput | UpdateWeightFromDiskReqInput,
+        words: str,
+    ) -> str:
         if body.weight_version is not None:
             self.stamp(body.weight_version)
         if body.flush_cache and not self.flush():
@@ -279,7 +283,7 @@ class Dialect:
 
     # -- requests
 
-    def pause(self, body: Pause) -> None:
+    def pause(self, body: PauseGenerationReqInput) -> None:
         """Pauses generation; a second call has no effect."""
         self._engine.scheduler.pause(body.mode, _PAUSE_S, holder=_HOLDER)
         self.is_paused = True
@@ -301,7 +305,7 @@ class Dialect:
                 return False
             time.sleep(0.02)
 
-    def set_version(self, body: SetVersion) -> str:
+    def set_version(self, body: UpdateWeightVersionReqInput) -> str:
         """Sets the weight version, and aborts all requests unless told not to."""
         if body.abort_all_requests and not self.is_paused:
             self._engine.scheduler.pause("abort", _PAUSE_S, holder="sglang-abort")
@@ -315,7 +319,7 @@ class Dialect:
         if version.isascii() and version.isdigit():
             self._engine.scheduler.set_version(int(version))
 
-    def score(self, body: Generate) -> list[tuple[float | None, int, None]]:
+    def score(self, body: GenerateReqInput) -> list[tuple[float | None, int, None]]:
         """As ``input_token_logprobs``."""
         found = self._engine.scheduler.score(body.input_ids)
         return [(value, token, None) for value, token in zip([None, *found], body.input_ids, strict=True)]
@@ -327,10 +331,10 @@ def mount(app: FastAPI, engine: RolloutEngine) -> None:
     Raises:
         ConfigError: The engine has no receiver, has staging, or has GPUs that this process does not see.
     """
-    app.include_router(_routes(Dialect(engine)))
+    app.include_router(_routes(SglangDialect(engine)))
 
 
-def _routes(dialect: Dialect) -> APIRouter:
+def _routes(dialect: SglangDialect) -> APIRouter:
     router = APIRouter()
 
     def step(path: str, kind: type[Any], do: Callable[[Any, Request], dict[str, Any]]) -> None:
@@ -342,35 +346,35 @@ def _routes(dialect: Dialect) -> APIRouter:
     def told(do: Callable[[Any], str]) -> Callable[[Any, Request], dict[str, Any]]:
         return lambda body, _: {"success": True, "message": do(body)}
 
-    def pause(body: Pause, _: Request) -> dict[str, Any]:
+    def pause(body: PauseGenerationReqInput, _: Request) -> dict[str, Any]:
         dialect.pause(body)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
-    def resume(body: Continue, _: Request) -> dict[str, Any]:
+    def resume(body: ContinueGenerationReqInput, _: Request) -> dict[str, Any]:
         dialect.resume()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     def halved(do: Callable[..., str]) -> Callable[[Any, Request], dict[str, Any]]:
         return lambda body, request: {"success": True, "message": do(body, half=wants_half(request))}
 
-    def generate(body: Generate, _: Request) -> dict[str, Any]:
+    def generate(body: GenerateReqInput, _: Request) -> dict[str, Any]:
         if not body.return_logprob or body.logprob_start_len != 0:
             raise _Refused("this dialect only scores prompts; generate with /v1/completions")
         pairs = dialect.score(body)
         return {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": pairs}}
 
-    step("/begin_weight_update", Begin, told(dialect.begin))
-    step("/end_weight_update", End, told(dialect.end))
-    step("/init_weights_update_group", InitGroup, told(dialect.init_group))
-    step("/destroy_weights_update_group", DestroyGroup, told(dialect.destroy_group))
-    step("/update_weights_from_distributed", FromDistributed, halved(dialect.from_distributed))
-    step("/update_weights_from_tensor", FromTensor, halved(dialect.from_tensor))
-    step("/update_weights_from_disk", FromDisk, halved(dialect.from_disk))
-    step("/update_weight_version", SetVersion, told(dialect.set_version))
-    step("/pause_generation", Pause, pause)
-    step("/continue_generation", Continue, resume)
-    step("/weights_checker", Check, lambda body, _: dialect.checksums(body))
-    step("/generate", Generate, generate)
+    step("/begin_weight_update", BeginWeightUpdateReqInput, told(dialect.begin))
+    step("/end_weight_update", EndWeightUpdateReqInput, told(dialect.end))
+    step("/init_weights_update_group", InitWeightsUpdateGroupReqInput, told(dialect.init_group))
+    step("/destroy_weights_update_group", DestroyWeightsUpdateGroupReqInput, told(dialect.destroy_group))
+    step("/update_weights_from_distributed", UpdateWeightsFromDistributedReqInput, halved(dialect.from_distributed))
+    step("/update_weights_from_tensor", UpdateWeightsFromTensorReqInput, halved(dialect.from_tensor))
+    step("/update_weights_from_disk", UpdateWeightFromDiskReqInput, halved(dialect.from_disk))
+    step("/update_weight_version", UpdateWeightVersionReqInput, told(dialect.set_version))
+    step("/pause_generation", PauseGenerationReqInput, pause)
+    step("/continue_generation", ContinueGenerationReqInput, resume)
+    step("/weights_checker", CheckWeightsReqInput, lambda body, _: dialect.checksums(body))
+    step("/generate", GenerateReqInput, generate)
 
     async def flush(timeout: float = 0.0) -> Response:
         if await run_in_threadpool(dialect.flush, timeout):

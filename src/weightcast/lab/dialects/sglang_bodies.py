@@ -11,24 +11,24 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightcast.comm.ipc import device_of
 from weightcast.errors import WireError
-from weightcast.lab.dialects.live_weights import NamedTensors, open_cuda
+from weightcast.lab.dialects.live_weights import NamedTensorList, open_cuda
 from weightcast.lab.dialects.unpickled import Called, Named, dtype_named
 
 Selector = Literal["target", "draft", "all"]
 _CUDA = "torch.multiprocessing.reductions.rebuild_cuda_tensor"
 
 
-class Begin(msgspec.Struct, frozen=True):
+class BeginWeightUpdateReqInput(msgspec.Struct, frozen=True):
     """``POST /begin_weight_update``."""
 
     selector: Selector = "all"
 
 
-class End(msgspec.Struct, frozen=True):
+class EndWeightUpdateReqInput(msgspec.Struct, frozen=True):
     """``POST /end_weight_update``."""
 
 
-class InitGroup(msgspec.Struct, frozen=True):
+class InitWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
     """``POST /init_weights_update_group``."""
 
     master_address: str
@@ -39,13 +39,13 @@ class InitGroup(msgspec.Struct, frozen=True):
     backend: str = "nccl"
 
 
-class DestroyGroup(msgspec.Struct, frozen=True):
+class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, frozen=True):
     """``POST /destroy_weights_update_group``."""
 
     group_name: str = "weight_update_group"
 
 
-class FromDistributed(msgspec.Struct, frozen=True):
+class UpdateWeightsFromDistributedReqInput(msgspec.Struct, frozen=True):
     """``POST /update_weights_from_distributed``."""
 
     names: list[str]
@@ -59,7 +59,7 @@ class FromDistributed(msgspec.Struct, frozen=True):
     selector: Selector = "all"
 
 
-class FromTensor(msgspec.Struct, frozen=True):
+class UpdateWeightsFromTensorReqInput(msgspec.Struct, frozen=True):
     """``POST /update_weights_from_tensor``."""
 
     serialized_named_tensors: list[str]
@@ -70,7 +70,7 @@ class FromTensor(msgspec.Struct, frozen=True):
     selector: Selector = "all"
 
 
-class FromDisk(msgspec.Struct, frozen=True):
+class UpdateWeightFromDiskReqInput(msgspec.Struct, frozen=True):
     """``POST /update_weights_from_disk``."""
 
     model_path: str
@@ -80,32 +80,32 @@ class FromDisk(msgspec.Struct, frozen=True):
     flush_cache: bool = True
 
 
-class Pause(msgspec.Struct, frozen=True):
+class PauseGenerationReqInput(msgspec.Struct, frozen=True):
     """``POST /pause_generation``."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class Continue(msgspec.Struct, frozen=True):
+class ContinueGenerationReqInput(msgspec.Struct, frozen=True):
     """``POST /continue_generation``."""
 
     torch_empty_cache: bool = True
 
 
-class SetVersion(msgspec.Struct, frozen=True):
+class UpdateWeightVersionReqInput(msgspec.Struct, frozen=True):
     """``POST /update_weight_version``."""
 
     new_version: str
     abort_all_requests: bool = True
 
 
-class Check(msgspec.Struct, frozen=True):
+class CheckWeightsReqInput(msgspec.Struct, frozen=True):
     """``POST /weights_checker``, restricted to the action that changes nothing."""
 
     action: Literal["checksum"] = "checksum"
 
 
-class Generate(msgspec.Struct, frozen=True):
+class GenerateReqInput(msgspec.Struct, frozen=True):
     """``POST /generate``, restricted to scoring prompts."""
 
     input_ids: list[int]
@@ -114,7 +114,7 @@ class Generate(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
-def bucket_of(described: Any) -> NamedTensors:
+def bucket_of(described: Any) -> NamedTensorList:
     """Opens the tensors that a payload describes.
 
     Raises:

@@ -110,7 +110,7 @@ class EngineCalls(EngineLoop):
         self._engine = engine
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> None:
-        """Calls a method of ``RequestsAtSwitch`` in the engine process.
+        """Calls a method of ``LmdeployRequests`` in the engine process.
 
         Raises:
             Refused: The engine process could not do it; nothing changed.

@@ -17,14 +17,14 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.lmdeploy.folder import folder_of_server, module_map, note_failure
 from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
 from weightcast.plugins.lmdeploy.mp_executor import end_with_lost_ranks, refuse_lost_answers
-from weightcast.plugins.lmdeploy.requests_at_switch import RequestsAtSwitch
+from weightcast.plugins.lmdeploy.requests_at_switch import LmdeployRequests
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 _ONE_HOST = "give LMDeploy a placement group whose bundles are all on the host of its API server"
 
 # The process has one engine, which makes its loop when it starts to serve.
-_requests: RequestsAtSwitch | None = None
+_requests: LmdeployRequests | None = None
 
 
 class _Released:
@@ -93,7 +93,7 @@ def patch() -> None:
     def made(self: Any, *arguments: Any, **named: Any) -> None:
         global _requests
         make_loop(self, *arguments, **named)
-        _requests = RequestsAtSwitch(self)
+        _requests = LmdeployRequests(self)
 
     ModelConfig.from_pretrained = classmethod(from_pretrained)
     EngineLoop.__init__ = made
@@ -132,7 +132,7 @@ def weightcast_ready(worker: Any) -> bool:
 
 
 async def weightcast_call(worker: Any, method: str, *arguments: Any) -> str:
-    """Calls a method of ``RequestsAtSwitch``; returns why it failed, or nothing."""
+    """Calls a method of ``LmdeployRequests``; returns why it failed, or nothing."""
     if _requests is None:
         raise RuntimeError("the engine's loop has not started")
     answer = getattr(_requests, method)(*arguments)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.drafts import Draft, Weights, apart
+from weightcast.plugins.drafts import DraftModel, Weights, apart
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
 from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, LMDEPLOY, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
@@ -58,13 +58,13 @@ class LmdeployRank(SwitchRank):
         here = get_dist_manager().current_context()
         super().__init__(int(here.rank), next(model.parameters()).device)
         _check_model(model)
-        draft: DraftModel | None = None
+        draft: LmdeployDraft | None = None
         of_draft: Callable[[], Weights] | None = None
         if drafts is not None and updates_draft:
             of_draft = functools.partial(_checkpoint, drafts.specdecode_config.model)
             if drafts.proposer is not None:
                 _check_model(drafts.proposer.model)
-                draft = DraftModel(drafts.proposer, model, load=_load, checkpoint=of_draft)
+                draft = LmdeployDraft(drafts.proposer, model, load=_load, checkpoint=of_draft)
 
         def load_weights(weights: Weights) -> None:
             first, second = apart(weights) if of_draft is not None else (weights, ())
@@ -283,7 +283,7 @@ def _checkpoint(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from loader._get_weights_iterator(shard)
 
 
-class DraftModel(Draft):
+class LmdeployDraft(DraftModel):
     """An EAGLE head whose checkpoint is loaded.  Without embeddings of its own it gets the model's.
 
     Its table ``d2t`` is no parameter: LMDeploy computes other numbers from it when it loads the head.

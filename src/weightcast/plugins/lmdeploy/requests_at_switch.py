@@ -25,7 +25,7 @@ SWITCH, RESET = "switch", "reset"
 _LOOK_S = 0.01
 
 
-class RequestsAtSwitch:
+class LmdeployRequests:
     """The requests of one engine."""
 
     def __init__(self, loop: Any) -> None:

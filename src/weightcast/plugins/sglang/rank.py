@@ -19,39 +19,39 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.drafts import TABLE, Draft, Weights, apart
+from weightcast.plugins.drafts import TABLE, DraftModel, Weights, apart
 from weightcast.plugins.engine_needs import dotted, reason_logged
 from weightcast.plugins.sglang.hook_points import ENGINE, FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
-from weightcast.plugins.sglang.requests_at_switch import Boundary, RequestsAtSwitch
+from weightcast.plugins.sglang.requests_at_switch import Boundary, SglangRequests
 from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
 from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.loader import residents_of
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.plugins.sglang")
 
 
-class SchedulerSteps(Steps):
+class SchedulerSteps(StepCounter):
     """The steps of SGLang's scheduler, which counts them itself.
 
     Attributes:
         requests: Those of the scheduler; None until there is one.
     """
 
-    requests: RequestsAtSwitch | None = None
+    requests: SglangRequests | None = None
 
     @property
     def begun(self) -> int:
-        """Implements ``Steps.begun``."""
+        """Implements ``StepCounter.begun``."""
         return self.requests.steps_begun if self.requests is not None else 0
 
     def generates(self) -> bool:
-        """Implements ``Steps.generates``."""
+        """Implements ``StepCounter.generates``."""
         return self.requests is not None and self.requests.running
 
 
@@ -84,17 +84,17 @@ class SglangRank(SwitchRank):
         )
         self._loses_weights = loses_weights(resolved(runner.server_args))
         self._boundary = Boundary(self.step)
-        self._requests: RequestsAtSwitch | None = None
+        self._requests: SglangRequests | None = None
         # Stamps of what is served, and of what the staging set has.
         self._version = self._other = str(getattr(resolved(runner.server_args), "weight_version", None) or "default")
-        self._draft = DraftModel(draft_runner) if draft_runner is not None else None
+        self._draft = SglangDraft(draft_runner) if draft_runner is not None else None
         self.receiver = self._make_receiver(runner, ranks)
         if has_draft(runner.server_args) and self._draft is None:
             self.receiver.loader.not_updated += ("the draft model",)
 
     def attach(self, scheduler: Any) -> None:
         """Adds the switch to a scheduler and listens for the API server."""
-        self._requests = self._scheduler_steps.requests = RequestsAtSwitch(scheduler, self.device)
+        self._requests = self._scheduler_steps.requests = SglangRequests(scheduler, self.device)
         self._boundary.attach(scheduler)
         if self._draft is not None:
             self._draft.attach(scheduler)
@@ -261,7 +261,7 @@ def memory_resumed(result: Any, manager: Any, request: Any, *arguments: Any, **n
         _rank.memory_resumed(tags_of(request))
 
 
-class DraftModel(Draft):
+class SglangDraft(DraftModel):
     """A draft whose checkpoint is loaded, and to which SGLang has not lent the model's layers yet.
 
     SGLang loads a draft with all of its weights, and then puts the model's embeddings, and for EAGLE the model's head,

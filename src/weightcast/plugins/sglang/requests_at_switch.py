@@ -1,8 +1,8 @@
 """A switch of weights as SGLang's scheduler sees it: the mark, running requests, KV cache, prefix cache and version.
 
 SGLang's first rank broadcasts its requests to all ranks at the top of every pass of every event loop.  It adds a
-``Step`` to them, and each rank carries out what waits when the ``Step`` comes to it (``plugins.switch_rank``): on the
-scheduler's own thread, between two steps.
+``SwitchMark`` to them, and each rank carries out what waits when the mark comes to it (``plugins.switch_rank``): on
+the scheduler's own thread, between two steps.
 """
 
 # SGLang is not installed where this is checked.
@@ -29,7 +29,7 @@ _MARK = "|weightcast="
 _REST_S = 0.02  # bounds what else an idle scheduler does in a pass, such as its metrics
 
 
-class RequestsAtSwitch:
+class SglangRequests:
     """Switches the weights under one rank's scheduler."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
@@ -140,7 +140,7 @@ class RequestsAtSwitch:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SwitchMark:
     """Travels with SGLang's requests to every rank; SGLang pickles it."""
 
     number: int
@@ -156,7 +156,7 @@ class Boundary:
     def __init__(self, step: Callable[[], object]) -> None:
         """``step`` is called on the scheduler's thread when a mark comes; it must not raise."""
         self._step = step
-        self._steps: deque[Step] = deque()
+        self._steps: deque[SwitchMark] = deque()
         self._count = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._scheduler: Any = None
@@ -168,7 +168,7 @@ class Boundary:
         import zmq  # pyright: ignore[reportMissingImports]
         from sglang.utils import TypeBasedDispatcher  # pyright: ignore[reportMissingImports]
 
-        scheduler._request_dispatcher += TypeBasedDispatcher([(Step, self._take)])
+        scheduler._request_dispatcher += TypeBasedDispatcher([(SwitchMark, self._take)])
         if scheduler.idle_sleeper is not None:  # --sleep-on-idle: the first rank waits for its sockets up to a second
             scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
         self._scheduler = scheduler
@@ -190,9 +190,9 @@ class Boundary:
         return True
 
     def inject(self) -> None:
-        """First rank only: adds a ``Step`` to the next requests."""
+        """First rank only: adds a ``SwitchMark`` to the next requests."""
         self._count += 1
-        self._steps.append(Step(self._count))
+        self._steps.append(SwitchMark(self._count))
         os.eventfd_write(self._wake, 1)
 
     def pulled(self, requests: list[Any] | None) -> None:
@@ -204,5 +204,5 @@ class Boundary:
         while self._steps:
             requests.append(self._steps.popleft())
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: SwitchMark) -> None:
         self._step()

@@ -28,7 +28,7 @@ _GOES_ON = b'"finish_reason":null'  # as it cannot stand in a text, whose quotes
 _Spans = list[tuple[int, int]]
 
 
-class Answer:
+class AnswerChoices:
     """The choices of one answer, as vLLM's engine client hands them out."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Answer:
         return spans(*self._known[choice]) if choice in self._known else []
 
 
-_ANSWER: ContextVar[Answer | None] = ContextVar("weightcast_answer", default=None)
+_ANSWER: ContextVar[AnswerChoices | None] = ContextVar("weightcast_answer", default=None)
 
 
 def watch(client: Any) -> None:
@@ -116,7 +116,7 @@ class AddsVersions:
         if path not in _ROUTES:
             await self._app(scope, receive, send)
             return
-        answer = Answer()
+        answer = AnswerChoices()
         token = _ANSWER.set(answer)
         try:
             await self._app(scope, receive, _Edited(answer, send, self._warn))
@@ -133,7 +133,7 @@ class AddsVersions:
 class _Edited:
     """An ASGI ``send`` that adds the fields to what passes, and gives reasons why it could not to ``warn``."""
 
-    def __init__(self, answer: Answer, send: Send, warn: Callable[[object], None]) -> None:
+    def __init__(self, answer: AnswerChoices, send: Send, warn: Callable[[object], None]) -> None:
         self._answer = answer
         self._send = send
         self._warn = warn

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weightcast.plugins.vllm.derived_ahead import DerivedAhead
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer
-from weightcast.runtime.recorded_launches import Recorder, side_by_side
+from weightcast.runtime.recorded_launches import LaunchRecorder, side_by_side
 
 log = logging.getLogger("vllm.weightcast")
 
@@ -22,7 +22,7 @@ class Derivation:
     def __init__(self, layers: Sequence[QuantisedLayer]) -> None:
         """Derives them one by one until ``record``."""
         self._layers = layers
-        self._recorders: Sequence[Recorder] = ()
+        self._recorders: Sequence[LaunchRecorder] = ()
         self.ahead: DerivedAhead | None = None
 
     def run(self) -> None:
@@ -40,7 +40,7 @@ class Derivation:
         if self.ahead is not None:
             self.ahead.derive()
 
-    def record(self, recorders: Sequence[Recorder], ahead: DerivedAhead | None = None) -> int:
+    def record(self, recorders: Sequence[LaunchRecorder], ahead: DerivedAhead | None = None) -> int:
         """Records how layers are derived, once all tensors are where they stay; returns how many could be recorded.
 
         vLLM's methods launch small kernels for each expert, which leave most of a GPU idle.  So layers of different
@@ -52,7 +52,7 @@ class Derivation:
         """
         taken = [0] * len(recorders)
         recorded = 0
-        lanes: list[tuple[QuantisedLayer, Recorder]] = []
+        lanes: list[tuple[QuantisedLayer, LaunchRecorder]] = []
         for layer in self._layers:
             least = taken.index(min(taken))
             taken[least] += layer.own_bytes
@@ -72,7 +72,7 @@ class Derivation:
         return recorded
 
     def _record_ahead(
-        self, ahead: DerivedAhead, lanes: Sequence[tuple[QuantisedLayer, Recorder]], *, every: bool
+        self, ahead: DerivedAhead, lanes: Sequence[tuple[QuantisedLayer, LaunchRecorder]], *, every: bool
     ) -> None:
         failed = ahead.record(lanes) if every else "a layer"
         if failed:

@@ -16,9 +16,9 @@ from weightcast.digest.copies import bits
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, spoil
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.receiver.coverage import overlapping
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 from weightcast.runtime.pace import slices
-from weightcast.runtime.recorded_launches import Recorder, side_by_side
+from weightcast.runtime.recorded_launches import LaunchRecorder, side_by_side
 from weightcast.runtime.streams import wait_for_streams
 
 log = logging.getLogger("vllm.weightcast")
@@ -31,7 +31,7 @@ class DerivedAhead:
     def __init__(
         self,
         layers: Sequence[QuantisedLayer],
-        waiting: Staging,
+        waiting: StagingSet,
         *,
         in_order: bool,
         may_move: bool,
@@ -41,16 +41,16 @@ class DerivedAhead:
 
         Args:
             waiting: Staging set of the loaded form, on the device, whose tensors stay at their addresses.
-            in_order: As for ``Staging``, and so are ``may_move`` and ``after_move``.
+            in_order: As for ``StagingSet``, and so are ``may_move`` and ``after_move``.
         """
         self._layers = layers
         self._waiting = waiting
         self._names, derived = _named(layers)
-        self._second = Staging(
+        self._second = StagingSet(
             derived, "device", keep_storage=True, in_order=in_order, may_move=may_move, after_move=after_move
         )
         self._mapped_bytes = self._second.mapped_bytes
-        self._recorders: Sequence[Recorder] = ()
+        self._recorders: Sequence[LaunchRecorder] = ()
         self._places: tuple[int, int] | None = None
         self._addresses: list[int] = []  # where all tensors lay when their work was recorded
         self._allocated = True
@@ -62,10 +62,10 @@ class DerivedAhead:
         """Memory of both sets that is not torch's, because a commit exchanges it by mapping."""
         return self._mapped_bytes + self._second.mapped_bytes
 
-    def record(self, lanes: Iterable[tuple[QuantisedLayer, Recorder]]) -> str:
+    def record(self, lanes: Iterable[tuple[QuantisedLayer, LaunchRecorder]]) -> str:
         """Records how a waiting version of each layer is derived; the name of one that cannot be, or nothing."""
         names = {id(tensor): name for name, tensor in self._waiting.lives.items()}
-        recorders: dict[int, Recorder] = {}
+        recorders: dict[int, LaunchRecorder] = {}
         for layer, recorder in lanes:
             recorders[id(recorder)] = recorder
             waiting = {
@@ -123,7 +123,7 @@ class DerivedAhead:
         self._free()
 
     def let_go(self) -> int:
-        """As ``Staging.let_go``, and so is ``restore``, for the live tensors."""
+        """As ``StagingSet.let_go``, and so is ``restore``, for the live tensors."""
         return self._second.let_go()
 
     def restore(self) -> None:
@@ -203,7 +203,7 @@ def all_derived(layers: Sequence[QuantisedLayer]) -> dict[str, torch.Tensor]:
     return _named(layers)[1]
 
 
-def why_not_ahead(derived: Mapping[str, torch.Tensor], waiting: Staging, budget: Budget) -> str:
+def why_not_ahead(derived: Mapping[str, torch.Tensor], waiting: StagingSet, budget: Budget) -> str:
     """Why there can be no second set of what is derived; empty if there can be one.
 
     Two tensors that share memory would be exchanged twice.

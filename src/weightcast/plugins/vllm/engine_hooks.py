@@ -20,7 +20,7 @@ import msgspec
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
 from weightcast.plugins.api_server import EngineLoop
-from weightcast.plugins.other_hosts import Invitation
+from weightcast.plugins.other_hosts import RankInvitation
 from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.rank_protocol import end_vllm
@@ -253,7 +253,7 @@ class VllmHooks(EngineLoop):
             self.wait(self._client.update_weight_version(stamp), _SHORT_S, "the new version to be noted")
         self._stamp = stamp
 
-    def listen(self, invitation: Invitation) -> None:
+    def listen(self, invitation: RankInvitation) -> None:
         """Gives every rank the invitation: it then listens, or comes from another host."""
         text = msgspec.json.encode(invitation).decode()
         self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"invitation": text})

@@ -22,7 +22,7 @@ _INTERLEAVED = "GptOssForCausalLM"  # rows of gate and up take turns
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LoraPlace:
     """Where a tensor of an adapter belongs, in a linear layer.
 
     Attributes:
@@ -86,7 +86,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPlace(Place):
+class ExpertPlace(LoraPlace):
     """Where a tensor of an adapter belongs, in a layer of experts.
 
     A tensor is A or B of one projection of one expert, or of all experts as PEFT stacks them for a parameter with
@@ -115,7 +115,7 @@ class ExpertPlace(Place):
         return int(self._stacked("a")[0].shape[2])
 
     def memory(self, slot: int, spec: TensorSpec) -> dict[str, torch.Tensor]:
-        """As ``Place.memory``: every expert of the layer has a part of the same tensors."""
+        """As ``LoraPlace.memory``: every expert of the layer has a part of the same tensors."""
         rank = spec.shape[0 if self.is_a else -1] // self.blocks
         return {
             self._kept_in(number): self._stacked()[number][slot].narrow(1 if self.is_a else 2, 0, rank)
@@ -123,7 +123,7 @@ class ExpertPlace(Place):
         }
 
     def write(self, tensor: torch.Tensor, residents: Mapping[str, torch.Tensor]) -> None:
-        """As ``Place.write``, matrix by matrix: each copy is of a box, so that it can be recorded."""
+        """As ``LoraPlace.write``, matrix by matrix: each copy is of a box, so that it can be recorded."""
         dim = 1 if self.is_a else 0  # along which ranks share a projection
         for number in self._numbers():
             for whole, matrix in self._matrices(residents[self._kept_in(number)], tensor):
@@ -133,7 +133,7 @@ class ExpertPlace(Place):
                     target.copy_(source.narrow(dim, first, kept))
 
     def sizes(self) -> tuple[int, int]:
-        """As ``Place.sizes``."""
+        """As ``LoraPlace.sizes``."""
         inputs, outputs = int(self._stacked("a")[0].shape[-1]), int(self._stacked("b")[0].shape[-2])
         if self.stack == "w2":
             return inputs * self.layer.tp_size, outputs
@@ -171,7 +171,7 @@ class ExpertPlace(Place):
             yield from zip(target.chunk(2), source.chunk(2), strict=True)
 
 
-def place_of(manager: Any, fused: Mapping[str, tuple[str, int]], child: str, *, is_a: bool) -> Place | None:
+def place_of(manager: Any, fused: Mapping[str, tuple[str, int]], child: str, *, is_a: bool) -> LoraPlace | None:
     """The place of A or B of a module; None if this rank has no layer for it.
 
     Args:
@@ -200,7 +200,7 @@ def place_of(manager: Any, fused: Mapping[str, tuple[str, int]], child: str, *, 
             f"{child}: adapters of vLLM's {type(layer).__name__} cannot be sent by themselves",
             hint="adapt linear layers and experts only, or send the merged weights",
         )
-    return Place(layer, path, number, is_a)
+    return LoraPlace(layer, path, number, is_a)
 
 
 def check_complete(manager: Any, found: Mapping[str, set[str]]) -> None:

@@ -72,7 +72,7 @@ class AdapterHooks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class ServedLora:
     """One adapter, as the routes below its name see it; ``engine`` has the sessions of the engine's model."""
 
     request: AdapterRequest
@@ -152,9 +152,9 @@ class Adapters:
         self._why_none = why_none
         self._elsewhere = elsewhere
         self._lock = threading.RLock()
-        self._known: dict[str, tuple[Adapter, VllmExecutor]] = {}
+        self._known: dict[str, tuple[ServedLora, VllmExecutor]] = {}
 
-    def find(self, name: str) -> Adapter | None:
+    def find(self, name: str) -> ServedLora | None:
         """The adapter with this name."""
         known = self._known.get(name)
         return known[0] if known is not None else None
@@ -205,7 +205,7 @@ class Adapters:
                 stack.enter_context(adapter.handler.between_updates())
             yield
 
-    def _add(self, request: AdapterRequest) -> Adapter:
+    def _add(self, request: AdapterRequest) -> ServedLora:
         self._check(request)
         lora_id = int(self._serving.lora_id_counter.inc(1))
         others = any(name not in self._known for name in self._serving.lora_requests)
@@ -238,7 +238,7 @@ class Adapters:
         log.info("weightcast: a slot for the adapter %s, %d tensors", request.name, len(specs))
         return adapter
 
-    def _made(self, request: AdapterRequest, lora_id: int, specs: Any, executor: VllmExecutor) -> Adapter:
+    def _made(self, request: AdapterRequest, lora_id: int, specs: Any, executor: VllmExecutor) -> ServedLora:
         from vllm.lora.request import LoRARequest
 
         name = request.name
@@ -270,7 +270,7 @@ class Adapters:
             version=None,
             watchers=server_watchers(name, version=None, metrics=False),
         )
-        return Adapter(
+        return ServedLora(
             request=request,
             handler=handler,
             engine=self._engine,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.vllm.lora_places import ExpertPlace, Place, check_complete, place_of
+from weightcast.plugins.vllm.lora_places import ExpertPlace, LoraPlace, check_complete, place_of
 from weightcast.plugins.vllm.lora_wrappers import renames_of
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import TensorSpec
@@ -135,7 +135,7 @@ def _check_config(request: AdapterRequest, lora_config: Any) -> int:
     return int(helper.r)
 
 
-def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, Place]:
+def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, LoraPlace]:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = renames_of(model)
@@ -144,7 +144,7 @@ def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, 
         for path, children in manager.packed_modules.items()
         for number, child in enumerate(children)
     }
-    found: dict[str, Place] = {}
+    found: dict[str, LoraPlace] = {}
     names: dict[str, str] = {}
     of_experts: dict[str, set[str]] = {}
     for spec in specs:
@@ -165,7 +165,7 @@ def _places(model: Any, manager: Any, specs: Iterable[TensorSpec]) -> dict[str, 
     return found
 
 
-def _check_shapes(request: AdapterRequest, places: dict[str, Place]) -> None:
+def _check_shapes(request: AdapterRequest, places: dict[str, LoraPlace]) -> None:
     """Checks the tensors against the layers that they adapt, and that each A has its B."""
     shapes = {spec.name: spec.shape for spec in request.specs}
     ranks: dict[tuple[str, int, str], int] = {}

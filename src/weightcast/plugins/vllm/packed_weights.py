@@ -30,7 +30,7 @@ from weightcast.plugins.vllm.lora_wrappers import without_wrappers
 from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
 from weightcast.receiver.loader import residents_of
-from weightcast.runtime.recorded_launches import Recorder
+from weightcast.runtime.recorded_launches import LaunchRecorder
 
 _LANES = 3  # layers that are derived side by side; each takes the memory that deriving a layer takes
 _PROBE_ROWS = 256
@@ -158,7 +158,7 @@ class UnpackedModel:
         with torch.no_grad():
             # Tensors move to where they stay before anything is recorded.
             self._second = ahead(self._quantised) if ahead is not None else None
-            recorded = self._derivation.record([Recorder(self._device) for _ in range(_LANES)], self._second)
+            recorded = self._derivation.record([LaunchRecorder(self._device) for _ in range(_LANES)], self._second)
         return recorded, len(self._quantised)
 
     def derive_ahead(self) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from weightcast.digest.copies import bits
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.runtime.recorded_launches import RecordedLaunches, Recorder
+from weightcast.runtime.recorded_launches import LaunchRecorder, RecordedLaunches
 
 _PACKAGE = "vllm.model_executor.layers.quantization."
 _LINEAR = (
@@ -233,7 +233,7 @@ class QuantisedLayer:
             self._recorded = None
             self._derive()
 
-    def record(self, recorder: Recorder) -> bool:
+    def record(self, recorder: LaunchRecorder) -> bool:
         """Records ``derive`` for later calls, once all tensors are where they stay; False if that cannot be done.
 
         vLLM's methods launch a few kernels for each expert, which costs the host many times what it costs the GPU.  The
@@ -266,7 +266,7 @@ class QuantisedLayer:
         return good
 
     def record_ahead(
-        self, recorder: Recorder, waiting: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+        self, recorder: LaunchRecorder, waiting: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
     ) -> bool:
         """Records how a version that waits is derived, as ``record`` does for the live one; call it after that.
 

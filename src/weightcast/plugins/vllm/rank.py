@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 
 from weightcast.comm.authenticated import Secret
 from weightcast.errors import Refused
-from weightcast.plugins.other_hosts import Invitation, reach
+from weightcast.plugins.other_hosts import RankInvitation, reach
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.receiver import WeightReceiver
@@ -49,7 +49,7 @@ class VllmRank(SwitchRank):
         self._why_not = ""
         self._failure = ""
 
-    def answer(self, invitation: Invitation, secret: Secret | None) -> None:
+    def answer(self, invitation: RankInvitation, secret: Secret | None) -> None:
         """Listens for the API server on this host, or connects to the one on another host.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.other_hosts import Invitation
+from weightcast.plugins.other_hosts import RankInvitation
 from weightcast.receiver.rank import StagingChoice
 from weightcast.wire.adapters import AdapterRequest
 
@@ -47,7 +47,7 @@ class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     request: AdapterRequest | None = None
     lora_id: int = 0
-    invitation: Invitation | None = None
+    invitation: RankInvitation | None = None
     others: bool = False
 
 
@@ -144,7 +144,7 @@ def _end() -> None:
     os._exit(1)  # the main thread is inside of a collective, where it hears no signal
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plug-in's settings, from the key ``weightcast`` of vLLM's ``--additional-config``.
 
     Attributes:
@@ -171,7 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     secret_file: str = ""
 
 
-def settings_of(additional_config: object) -> Settings:
+def settings_of(additional_config: object) -> VllmSettings:
     """Reads the settings; those that are not set have their defaults.  Other keys belong to other plug-ins.
 
     Raises:
@@ -180,7 +180,7 @@ def settings_of(additional_config: object) -> Settings:
     everything = cast("dict[str, Any]", additional_config) if isinstance(additional_config, dict) else {}
     section = everything.get(_SECTION, {})
     try:
-        settings = msgspec.convert(section, Settings)
+        settings = msgspec.convert(section, VllmSettings)
         re.compile(settings.not_updated)
         return settings
     except (msgspec.ValidationError, re.error) as error:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 
 from weightcast.errors import EngineFailure
-from weightcast.plugins.other_hosts import Elsewhere, Invitation, Reception
+from weightcast.plugins.other_hosts import Elsewhere, RankInvitation, Reception
 from weightcast.plugins.rank_sockets import SwitchExecutor
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Commit, Message, Open
@@ -20,7 +20,7 @@ class VllmExecutor(SwitchExecutor):
         self,
         world_size: int,
         *,
-        listen: Callable[[Invitation], None],
+        listen: Callable[[RankInvitation], None],
         on_main: Callable[[float, str], object],
         elsewhere: Elsewhere | None = None,
         on_far_rank_lost: Callable[[str], None] = lambda words: None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from weightcast.errors import ConfigError
 from weightcast.receiver.rank import StagingChoice
-from weightcast.receiver.staging import Place
+from weightcast.receiver.staging import StagingPlace
 
 _KEPT_SHARE = 4  # ``auto`` leaves the KV cache at least a quarter of its size without staging
 log = logging.getLogger("vllm.weightcast")
@@ -41,7 +41,7 @@ class Budget:
     host_bytes: int
     on_host: bool
 
-    def place(self, asked: StagingChoice, size_bytes: int) -> tuple[Place, str]:
+    def place(self, asked: StagingChoice, size_bytes: int) -> tuple[StagingPlace, str]:
         """Chooses the place of a staging set, with the reason if not the device; ``ConfigError`` without room."""
         if asked == "none":
             return "none", ""

@@ -31,7 +31,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.engine_needs import reason_logged
-from weightcast.plugins.other_hosts import SET_A_SECRET, Invitation, engine_secret
+from weightcast.plugins.other_hosts import SET_A_SECRET, RankInvitation, engine_secret
 from weightcast.plugins.vllm import share_log_handlers
 from weightcast.plugins.vllm.derived_ahead import DerivedAhead, why_not_ahead
 from weightcast.plugins.vllm.hook_points import check_worker
@@ -60,7 +60,7 @@ from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
 from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 
 # In the tree of vLLM: its worker processes have no handler for others.
 log = logging.getLogger("vllm.weightcast")
@@ -68,7 +68,7 @@ log = logging.getLogger("vllm.weightcast")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The rendezvous of the API server and the ranks: an ``Invitation`` in JSON."""
+    """The rendezvous of the API server and the ranks: an ``RankInvitation`` in JSON."""
 
     invitation: str = ""
 
@@ -212,7 +212,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self._staged:  # a model without a KV cache, whose memory vLLM does not measure
             self._stage(0, 0, fixed=True)
         try:
-            self._rank_server.answer(msgspec.json.decode(init_info.invitation, type=Invitation), self._secret)
+            self._rank_server.answer(msgspec.json.decode(init_info.invitation, type=RankInvitation), self._secret)
         except OSError as error:
             raise RuntimeError(f"rank {self._rank} cannot listen for the API server: {error}") from error
         except WeightcastError as error:
@@ -232,7 +232,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return switched, adapter or failure
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> StepCounter:
         """Those of vLLM's model."""
         return self._rank_server.steps
 

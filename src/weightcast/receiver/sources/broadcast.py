@@ -40,7 +40,7 @@ class Passing:
     what: str
 
 
-class BroadcastSource:
+class GroupSource:
     """Groups by name, and two receive buffers used in turn, so that one can be loaded while the next one fills.
 
     Thread rule: ``interrupt`` may come from any thread, the rest from one.

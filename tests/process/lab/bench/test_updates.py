@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.helpers.forking import InsteadOfSpawn
 from tests.helpers.pages import check_alone
 from weightcast.lab.bench import rig
-from weightcast.lab.bench.case import Contender, Plan, run_case
+from weightcast.lab.bench.case import Contender, TurnLimits, run_case
 from weightcast.lab.bench.contenders import ours
 from weightcast.lab.bench.methods import EngineSide, Layout, Method, TrainerSide
 from weightcast.lab.bench.raw import Pipe
@@ -73,7 +73,7 @@ def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.Monke
     half = f"{__name__}:Nothing"
     liar = Contender(name="nothing", settings=(Method(name="nothing", trainer=half, engine=half),))
     honest = ours(layout, bucket_bytes=(64 << 10,), levels=("resident",))
-    result = run_case(layout, [liar, *honest], Plan(warm=1, tries=1, turns=2))
+    result = run_case(layout, [liar, *honest], TurnLimits(warm=1, tries=1, turns=2))
     json.dumps(result)
     assert not result["ok"]
     assert "wrong tensors: model.embed_tokens.weight" in result["failed"]["nothing"]

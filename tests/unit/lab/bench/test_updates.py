@@ -13,7 +13,7 @@ from weightcast.errors import ConfigError
 from weightcast.lab.bench.case import order_of
 from weightcast.lab.bench.raw import chunks
 from weightcast.lab.bench.shapes import MODELS, model_shape
-from weightcast.lab.bench.synthetic import Engine, Pattern, key_of
+from weightcast.lab.bench.synthetic import Pattern, SyntheticEngine, key_of
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_shards_of_a_tensor_have_the_words_of_the_whole_one() -> None:
 
 def test_one_wrong_bit_and_what_was_never_written_are_seen() -> None:
     shape, pattern = model_shape("tiny-moe"), Pattern(CPU)
-    engine = Engine(shape, CPU)
+    engine = SyntheticEngine(shape, CPU)
     engine.poison(pattern, 3)
     assert len(engine.wrong(pattern, 3)) == len(shape.places)
     for number, place in enumerate(shape.places):

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.clock import PATIENCE_S
 from weightcast.lab.demo import report as reporting
 from weightcast.lab.demo import table
-from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
+from weightcast.lab.demo.records import GradedAnswer, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.lab.demo.waiting import waiting
 
 
@@ -42,7 +42,7 @@ def mode(name, transport, rewards, **options):
         reward_gain=reward_gain(rewards),
         seconds=100.0,
         steps=[step(index + 1, reward=reward, **options) for index, reward in enumerate(rewards)],
-        samples=[Sample(version=0, question="Why?", answers=[Answer(text="Because\nof tea", reward=0.25)])],
+        samples=[Sample(version=0, question="Why?", answers=[GradedAnswer(text="Because\nof tea", reward=0.25)])],
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.plugins.lmdeploy.rank import DraftModel
+from weightcast.plugins.lmdeploy.rank import LmdeployDraft
 from weightcast.receiver.loader import Loader
 from weightcast.wire.layout import TensorSpec
 
@@ -81,7 +81,7 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     model.load_weights(weights)
 
 
-def draft_of(kind: type[Head], more: dict[str, torch.Tensor] | None = None, **config: Any) -> tuple[DraftModel, Any]:
+def draft_of(kind: type[Head], more: dict[str, torch.Tensor] | None = None, **config: Any) -> tuple[LmdeployDraft, Any]:
     model = model_with_embeddings()
     embeddings: Any = model.embed_tokens
     head = kind(embeddings)
@@ -89,7 +89,7 @@ def draft_of(kind: type[Head], more: dict[str, torch.Tensor] | None = None, **co
     with torch.no_grad():
         head.load_weights((name, tensor.clone()) for name, tensor in checkpoint.items())
     proposer = Proposer(head, **config)
-    return DraftModel(proposer, model, load=load, checkpoint=lambda: iter(checkpoint.items())), proposer
+    return LmdeployDraft(proposer, model, load=load, checkpoint=lambda: iter(checkpoint.items())), proposer
 
 
 def test_an_update_writes_what_is_the_heads_own_and_renews_what_comes_of_its_table() -> None:

@@ -16,7 +16,7 @@ from tests.helpers.clock import PATIENCE_S
 from weightcast.plugins.lmdeploy import rank
 from weightcast.plugins.lmdeploy.folder import take_written
 from weightcast.plugins.lmdeploy.hook_points import OWN_UPDATES
-from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET, SWITCH, RequestsAtSwitch
+from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET, SWITCH, LmdeployRequests
 from weightcast.plugins.lmdeploy.sleeping_weights import SleepingWeights
 from weightcast.receiver.loader import residents_of
 
@@ -301,7 +301,7 @@ def play(what: Any, *, limit: int = 40) -> None:
 
     async def everything() -> None:
         loop = Loop(limit)
-        requests = RequestsAtSwitch(loop)
+        requests = LmdeployRequests(loop)
         tasks = [asyncio.create_task(loop.main()), asyncio.create_task(loop.worker())]
         other = asyncio.create_task(what(loop, requests))
         done, _ = await asyncio.wait([*tasks, other], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -319,7 +319,7 @@ async def until(condition: Any) -> None:
 
 
 def test_a_mark_goes_between_two_forwards_and_nothing_pauses() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.arrive("a")
         await until(lambda: loop.log.count("forward") > 3)
         assert await requests.mark() == ""
@@ -334,7 +334,7 @@ def test_a_mark_goes_between_two_forwards_and_nothing_pauses() -> None:
 @pytest.mark.parametrize("mode", ["abort", "retract"])
 def test_a_switch_while_the_last_forward_of_all_requests_runs(mode: str) -> None:
     # The forward after a request's last one is sent before its end is known.  After it the main loop has nothing to do.
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.most = 1
         loop.arrive("a")
         await until(lambda: loop.scheduler.all() and loop.scheduler.all()[0].status == "stopped")
@@ -351,7 +351,7 @@ def test_a_switch_while_the_last_forward_of_all_requests_runs(mode: str) -> None
 
 
 def test_an_idle_engine_takes_the_mark_too() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         assert await requests.retract(PATIENCE_S) == ""
         assert await requests.mark() == ""
         await until(lambda: loop.log == [RESET, SWITCH])
@@ -362,7 +362,7 @@ def test_an_idle_engine_takes_the_mark_too() -> None:
 
 
 def test_retracted_requests_keep_their_tokens_and_are_computed_anew() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.arrive("a", "b")
         await until(lambda: loop.log.count("forward") > 3)
         assert await requests.retract(PATIENCE_S) == ""
@@ -382,7 +382,7 @@ def test_retracted_requests_keep_their_tokens_and_are_computed_anew() -> None:
 
 
 def test_a_prompt_that_is_half_read_is_read_to_its_end_before_a_retraction() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.chunk = True
         loop.arrive("a")
         await until(lambda: len(loop.log) > 3)
@@ -397,7 +397,7 @@ def test_a_prompt_that_is_half_read_is_read_to_its_end_before_a_retraction() -> 
 
 
 def test_a_forward_that_does_not_end_in_time_fails_the_retraction_and_the_engine_goes_on() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.chunk = True
         loop.arrive("a")
         await until(lambda: len(loop.log) > 3)
@@ -410,7 +410,7 @@ def test_a_forward_that_does_not_end_in_time_fails_the_retraction_and_the_engine
 
 
 def test_abort_drops_what_is_here_and_holds_new_requests_back() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.arrive("a")
         await until(lambda: loop.log.count("forward") > 3)
         [dropped] = loop.scheduler.all()
@@ -432,7 +432,7 @@ def test_abort_drops_what_is_here_and_holds_new_requests_back() -> None:
 
 
 def test_wait_lets_requests_end_first() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.arrive("a")
         await until(lambda: loop.log)
         [running] = loop.scheduler.all()
@@ -449,7 +449,7 @@ def test_wait_lets_requests_end_first() -> None:
 
 
 def test_a_pause_that_waits_can_be_cancelled_and_is_late_by_name() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.arrive("a")
         await until(lambda: loop.log)
         assert "did not end within 0.05 s" in await requests.pause("wait", 0.05)
@@ -465,7 +465,7 @@ def test_a_pause_that_waits_can_be_cancelled_and_is_late_by_name() -> None:
 
 
 def test_sleep_rejects_what_is_held_and_forgets_a_forward_whose_output_is_lost() -> None:
-    async def sleep(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def sleep(loop: Loop, requests: LmdeployRequests) -> None:
         response = SimpleNamespace(is_done=False, why="")
         assert await requests.pause("abort", PATIENCE_S) == ""
         loop.req_manager.callbacks["ADD_MESSAGE"]([SimpleNamespace(resp=response)])
@@ -486,7 +486,7 @@ def test_sleep_rejects_what_is_held_and_forgets_a_forward_whose_output_is_lost()
 
 
 def test_prefixes_that_cannot_be_dropped_fail_the_retraction() -> None:
-    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+    async def switch(loop: Loop, requests: LmdeployRequests) -> None:
         loop.scheduler.block_trie = SimpleNamespace(enabled=True, leaves={1, 2}, evict=print)
         assert "2 prefixes of the old weights are in use" in await requests.retract(PATIENCE_S)
         loop.arrive("a")

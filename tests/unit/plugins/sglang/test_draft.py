@@ -12,7 +12,7 @@ from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.plugins.drafts import apart
-from weightcast.plugins.sglang.rank import DraftModel
+from weightcast.plugins.sglang.rank import SglangDraft
 from weightcast.receiver.loader import Loader
 from weightcast.wire.layout import TensorSpec
 
@@ -91,7 +91,7 @@ def scheduler_of(runner: Any, *, shares: bool = True) -> Any:
 
 def test_an_update_writes_what_is_the_heads_own_and_renews_what_comes_of_its_table() -> None:
     runner = runner_of(Head)
-    draft = DraftModel(runner)
+    draft = SglangDraft(runner)
     words = runner.model.hot_token_id
     assert set(draft.residents) == {"draft.model.fc.weight", "draft.lm_head.weight", "draft.d2t"}
     scheduler = scheduler_of(runner)
@@ -121,20 +121,20 @@ def test_an_update_writes_what_is_the_heads_own_and_renews_what_comes_of_its_tab
 )
 def test_a_head_whose_loader_does_more_is_refused(kind: type[Head], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        DraftModel(runner_of(kind))
+        SglangDraft(runner_of(kind))
     assert "WEIGHTCAST_DRAFT" in (caught.value.hint or "")
 
 
 def test_a_head_with_a_copy_of_the_models_embeddings_is_refused() -> None:
     runner = runner_of(Head)
-    draft = DraftModel(runner)
+    draft = SglangDraft(runner)
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight that is not the model's"):
         draft.attach(scheduler_of(runner, shares=False))
 
 
 def test_a_head_whose_own_tensor_was_replaced_is_refused() -> None:
     runner = runner_of(Head)
-    draft = DraftModel(runner)
+    draft = SglangDraft(runner)
     scheduler = scheduler_of(runner)
     runner.model.lm_head.weight = nn.Parameter(torch.ones(KNOWN, WIDTH))
     with pytest.raises(ConfigError, match=r"in the place of the draft's lm_head\.weight"):

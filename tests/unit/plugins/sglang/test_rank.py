@@ -24,7 +24,7 @@ from weightcast.errors import ConfigError
 from weightcast.plugins.rank_sockets import SwitchExecutor, tables_of
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.rank import SglangRank
-from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
+from weightcast.plugins.sglang.requests_at_switch import SglangRequests
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.answers import Ack, RankAck
@@ -457,7 +457,7 @@ def request(key: str | None = None, *, holds: bool = False) -> Any:
 
 def test_requests_with_cache_keep_their_name_and_the_others_get_a_new_one() -> None:
     scheduler = Scheduler()
-    requests = RequestsAtSwitch(scheduler, torch.device("cpu"))
+    requests = SglangRequests(scheduler, torch.device("cpu"))
     users, plain, holding = request("tenant"), request(), request(holds=True)
     for each in (users, plain, holding):
         requests.name(each)
@@ -505,7 +505,7 @@ def test_the_token_of_a_step_that_is_computed_and_not_noted_is_one_of_the_old_we
                 each.weight_version_events.append(Event("0", len(each.output_ids)))
 
     scheduler.record_weight_version_change = record
-    requests = RequestsAtSwitch(scheduler, torch.device("cpu"))
+    requests = SglangRequests(scheduler, torch.device("cpu"))
     requests.switch(lambda: None, mode="in_place", version="1", served="0")
     found = [each.weight_version_events for each in (one, first, half_read, waiting)]
     assert found == [[Event("0", 4)], [Event("0", 1)], [], [Event("0", 1)]]
@@ -514,7 +514,7 @@ def test_the_token_of_a_step_that_is_computed_and_not_noted_is_one_of_the_old_we
 def test_a_paused_server_stays_paused_and_abort_drops_what_is_left() -> None:
     scheduler = Scheduler()
     scheduler._engine_paused = True
-    RequestsAtSwitch(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1", served="0")
+    SglangRequests(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1", served="0")
     assert scheduler.log == ["pause retract", "abort all", "flush"]
     assert scheduler._engine_paused
 
@@ -525,7 +525,7 @@ def test_a_switch_that_fails_lets_sglang_go_on() -> None:
 
     scheduler = Scheduler()
     with pytest.raises(torch.OutOfMemoryError):
-        RequestsAtSwitch(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1", served="0")
+        SglangRequests(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1", served="0")
     assert scheduler.log[-1] == "continue"
 
 
@@ -533,5 +533,5 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
     scheduler = Scheduler()
     del scheduler.grammar_manager
     with pytest.raises(ConfigError, match="Scheduler has no grammar_manager") as caught:
-        RequestsAtSwitch(scheduler, torch.device("cpu"))
+        SglangRequests(scheduler, torch.device("cpu"))
     assert "0.5.23" in str(caught.value.hint)

@@ -17,10 +17,10 @@ from weightcast.plugins.vllm.derivation import Derivation
 from weightcast.plugins.vllm.derived_ahead import DerivedAhead, all_derived, why_not_ahead
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.receiver import staging as staging_of
-from weightcast.receiver.staging import Staging
+from weightcast.receiver.staging import StagingSet
 from weightcast.runtime import pace as pace_of
 from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 
 
 @contextmanager
@@ -46,7 +46,7 @@ class Model:
         self.layers: list[Layer] = [layer for layer, _ in pairs]
         self.quantised = [found for _, found in pairs]
         residents = {f"{found.name}.{key}": found.loaded[key] for found in self.quantised for key in written}
-        self.staging = Staging(residents, "device", keep_storage=True, may_move=may_move)
+        self.staging = StagingSet(residents, "device", keep_storage=True, may_move=may_move)
         self.ahead = DerivedAhead(self.quantised, self.staging, in_order=False, may_move=may_move)
         self.derivation = Derivation(self.quantised)
         self.recorders: list[Any] = [Recorders(make) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_an_engine_that_generates_makes_steps_between_layers(monkeypatch: pytest
     model = Model()
     turns: list[int] = []
 
-    class Turns(Steps):
+    class Turns(StepCounter):
         begun = property(lambda _: len(turns))
 
         def generates(self) -> bool:
@@ -269,7 +269,7 @@ def test_a_sleep_that_moves_memory_ends_the_derivation_ahead(
 def test_an_exchange_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.receive()
-    second: Staging = model.ahead._second
+    second: StagingSet = model.ahead._second
     whole = second._chunks
 
     def part() -> Any:
@@ -350,10 +350,10 @@ def test_a_tensor_that_a_kernel_holds_too_is_there_once() -> None:
 def test_a_second_set_needs_memory_and_tensors_that_share_none() -> None:
     weight = torch.zeros(64, 16)
     residents = {"weight": torch.zeros(4)}
-    waiting = Staging(residents, "device")
+    waiting = StagingSet(residents, "device")
     room = Budget(cache_bytes=1 << 20, least_bytes=0, fixed_bytes=None, host_bytes=1 << 30, on_host=False)
     none = Budget(cache_bytes=1 << 20, least_bytes=0, fixed_bytes=4095, host_bytes=1 << 30, on_host=False)
     assert why_not_ahead({"weight": weight}, waiting, room) == ""
     assert "beside a KV cache of a fixed size" in why_not_ahead({"weight": weight}, waiting, none)
     assert "share memory" in why_not_ahead({"weight": weight, "half": weight[:32]}, waiting, room)
-    assert "do not wait on the device" in why_not_ahead({"weight": weight}, Staging(residents, "host"), room)
+    assert "do not wait on the device" in why_not_ahead({"weight": weight}, StagingSet(residents, "host"), room)

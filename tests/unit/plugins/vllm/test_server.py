@@ -21,7 +21,7 @@ from tests.helpers.sleep_session import Session
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins import rank_sockets as module_of_sockets
-from weightcast.plugins.other_hosts import Invitation
+from weightcast.plugins.other_hosts import RankInvitation
 from weightcast.plugins.rank_sockets import READY, Hello, socket_path, switch_of
 from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
 from weightcast.plugins.vllm.core_switch import ASK, STAY_PAUSED, SWITCH_BETWEEN
@@ -105,7 +105,7 @@ def workers() -> Iterator[Callable[..., list[Rank]]]:
 
 
 def meet(workers: list[Rank], on_main: Callable[[float, str], None] = lambda timeout_s, version: None) -> VllmExecutor:
-    def listen(invitation: Invitation) -> None:
+    def listen(invitation: RankInvitation) -> None:
         for worker in workers:
             worker.listen(invitation.folder)
 

@@ -11,7 +11,7 @@ import torch
 from weightcast.errors import ConfigError
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
-from weightcast.runtime.steps import Steps
+from weightcast.runtime.steps import StepCounter
 
 GIB = 1 << 30
 EIGHT_B = 15 * GIB
@@ -81,9 +81,9 @@ class Backend:
         worker.said.append("warmed up")
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> StepCounter:
         self.told.append(("step", None))
-        return Steps(torch.device("cpu"))
+        return StepCounter(torch.device("cpu"))
 
     def fall_asleep(self, level: int) -> None:
         self.told.append(("sleep", level))

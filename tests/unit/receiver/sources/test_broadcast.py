@@ -10,7 +10,7 @@ import torch
 
 from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import Refused
-from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
@@ -51,13 +51,13 @@ def layouts(*sizes: int) -> list[BucketLayout]:
     return found
 
 
-def source_of(*groups: Group) -> BroadcastSource:
-    source = BroadcastSource(CPU, threading.Event())
+def source_of(*groups: Group) -> GroupSource:
+    source = GroupSource(CPU, threading.Event())
     source._groups |= {group.name: group for group in groups}  # type: ignore[dict-item]
     return source
 
 
-def entered_early(*others: Group) -> tuple[Group, BroadcastSource, BucketLayout]:
+def entered_early(*others: Group) -> tuple[Group, GroupSource, BucketLayout]:
     """The broadcast of its second bucket, which is returned, was entered while the first one was read."""
     group = Group()
     source = source_of(group, *others)
