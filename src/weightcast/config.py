@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 from weightcast.errors import ConfigError
 
+ENGINE_KINDS = ("native", "sglang", "lmdeploy", "vllm")  # weightcast's own, in the order of a probe
+
 TransportName = Literal["auto", "ipc", "broadcast", "direct", "rdma", "disk", "checkpoint-engine"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 PauseChoice = Literal["auto", "abort", "retract", "in_place", "wait"]
@@ -62,8 +64,8 @@ class Target:
     Attributes:
         url: ``http://host:port`` or ``https://host:port`` of the engine's server, with or without a trailing slash.
         api_key: Key sent as ``Authorization: Bearer``; never printed.
-        engine: Kind of engine: ``"auto"`` probes the server; ``"native"`` (our receiver), ``"sglang"``, ``"vllm"`` or
-            ``"lmdeploy"`` treats it as that kind.
+        engine: Kind of engine: ``"auto"`` probes the server; ``"native"`` (our receiver), ``"sglang"``, ``"vllm"``,
+            ``"lmdeploy"`` or the kind of another package treats it as that kind.
         devices: UUIDs of the GPUs of its ranks, in order, for ``ipc`` to an engine that does not report them.  Empty if
             it does, or if its ranks sit on the trainer ranks' GPUs in the same order.
         ca_file: PEM file of trusted certificate authorities, for https; None takes the system's.

@@ -6,7 +6,7 @@ Three parts take part in an update.  They do not import each other; ``update/`` 
 part       task                                                         to add one
 =========  ===========================================================  =============================
 Exporter   turns the trainer's model into named, unsharded tensors      pass an object to ``connect``
-Adapter    turns each step of an update into requests to one engine     ``adapters/registry.py``
+Adapter    turns each step of an update into requests to one engine     ``docs/engines/own.md``
 Carrier    moves filled buckets; owns groups, buffers and threads       a file in ``transports/``
 =========  ===========================================================  =============================
 
@@ -43,6 +43,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.errors import ConfigError
+from weightcast.wire.answers import Ack
+from weightcast.wire.layout import Packing
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
     from weightcast.wire.box import Box
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.engine_info import EngineInfo
-    from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+    from weightcast.wire.layout import BucketLayout, TensorSpec
     from weightcast.wire.messages import Close, Commit, Join, Open, Prepare, Revert
 
 
@@ -295,27 +298,53 @@ Sharing = Literal["weightcast", "remote", "torch", "ring"]
 Meeting = Literal["weightcast", "torch", "nccl-id"]
 
 
-class Kind(Protocol):
-    """One kind of engine: recognises its servers and makes their adapters."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadMetrics:
+    """Names of an engine's own Prometheus metrics: requests that run, requests that wait, and generated tokens."""
+
+    running: str
+    waiting: str
+    tokens: str
+
+
+class Kind(ABC):
+    """One kind of engine: recognises its servers and makes their adapters.
+
+    Attributes:
+        name: Name of the kind, as in ``Target.engine`` and ``EngineInfo.kind``.
+        speaks: Class of its adapters.
+        has_receiver: True if these engines have our receiver.
+        receiver_page: Page about our receiver in these engines, from the root of the repository; empty without one.
+        load: Names of its metrics, for ``weightcast status --watch``; None if it has none.
+    """
 
     name: str
+    speaks: type[Adapter]
+    has_receiver: bool = False
+    receiver_page: str = ""
+    load: LoadMetrics | None = None
 
+    @abstractmethod
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """Asks a server what it is; None if it is not an engine of this kind.
 
         It raises ConfigError if the server is of this kind and cannot be updated as it was started.
         """
-        ...
 
     def adapter(self, info: EngineInfo) -> Adapter:
         """Makes an adapter for a recognised engine."""
-        ...
+        return self.speaks(info)
 
 
-class Adapter(Protocol):
+class Adapter(ABC):
     """Speaks the language of one engine.  Each target has its own adapter, which may keep state between updates.
 
+    Every engine needs ``open``, ``commit`` and ``abort``, and the steps of the transports that it lists in
+    ``EngineInfo.transports``: ``bucket`` for ``ipc``, ``join`` and ``bucket`` for ``broadcast``, ``load_folder`` for
+    ``disk``, and ``handles`` for ``checkpoint-engine``.
+
     Attributes:
+        info: What the last probe found.
         packing: Rules for buckets that the engine can read, such as alignment.
         sharing: Form of the handles to a shared buffer over ``ipc``.
         meeting: Rendezvous of a group over ``broadcast``.
@@ -323,22 +352,31 @@ class Adapter(Protocol):
         proves: Levels of proof that the engine can give, beside ``behaviour``.
         leased: True if the engine ends a session by itself when the trainer dies, and knows whether its weights are
             one whole version.  For other engines ``transports/link.py`` keeps track.
+        prepares: True if the engine can work out an update before it begins.
+        sees_change: True if the engine can tell, before it resumes, whether its weights have changed.
+        reverts: True if the engine can restore the old weights after a commit, if it keeps a second set.
     """
 
-    packing: Packing
-    sharing: Sharing
-    meeting: Meeting
-    in_flight: int
-    proves: frozenset[Literal["received", "resident"]]
-    leased: bool
+    packing: Packing = Packing(alignment_bytes=1, slices=False)
+    sharing: Sharing = "weightcast"
+    meeting: Meeting = "torch"
+    in_flight: int = 1
+    proves: frozenset[Literal["received", "resident"]] = frozenset()
+    leased: bool = False
+    prepares: bool = False
+    sees_change: bool = False
+    reverts: bool = False
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
 
     def renew(self, info: EngineInfo) -> None:
         """Takes the engine's current info.  An engine that has restarted gets a new adapter instead."""
-        ...
+        self.info = info
 
     def specs(self) -> Sequence[TensorSpec]:
         """The tensors of a full update; empty if the engine does not list them."""
-        ...
+        return self.info.specs
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Checks an update against the known limits of this kind of engine, before it.
@@ -346,15 +384,22 @@ class Adapter(Protocol):
         ``delivery`` is the steps by which the engine will get the weights.  ConfigError says why it cannot work; its
         hint names the option to change and its side.
         """
-        ...
 
+    def prepare(self, message: Prepare) -> Steps:
+        """Hands over the plan of the updates to come.  Changes nothing that the engine serves."""
+        return self._lacks("work out an update before it begins")
+
+    @abstractmethod
     def open(self, message: Open) -> Steps:
         """Starts a session.  An engine that cannot stage is paused here: its buckets go straight into live weights."""
-        ...
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
-        ...
+        return self._lacks("join a group")
+
+    def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
+        """Entries that the group's store must hold, by key, for an engine that reads NCCL's unique id there."""
+        return {}
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket.
@@ -363,34 +408,60 @@ class Adapter(Protocol):
         names the group that broadcasts it; None over shared memory.  ``shared`` has the buffers of trainer ranks that
         filled one.
         """
-        ...
+        return self._lacks("read buckets")
+
+    def handles(self, addresses: dict[str, str]) -> Steps:
+        """Tells the engine where to ask for handles to all weights, by the UUID of each rank's GPU."""
+        return self._lacks("ask for handles")
+
+    def load_folder(self, session: str, folder: str) -> Steps:
+        """Loads all weights from ``model.safetensors`` in ``folder``, which is deleted after the answer."""
+        return self._lacks("load a folder")
 
     def close(self, message: Close) -> Steps:
-        """Says that every bucket was sent, and asks whether all have arrived."""
-        ...
+        """Says that every bucket was sent, and asks whether all have arrived.  By default it sends nothing."""
+        yield from ()
+        return Ack(ok=True, state="updating", ranks=self.info.tp_size)
 
+    def expect_change(self, changed: bool) -> None:
+        """Tells the adapter, before ``commit``, whether the new weights are known to differ from the last committed.
+
+        It is called if the adapter ``sees_change``: the digests that tell it take time, in which the engine is paused.
+        """
+
+    @abstractmethod
     def commit(self, message: Commit) -> Steps:
         """Makes the new weights live, stamps the version and resumes.  A ``leased`` engine may get this twice."""
-        ...
 
+    def revert(self, message: Revert) -> Steps:
+        """Restores the old weights.  The answer has their version and digests."""
+        return self._lacks("restore old weights")
+
+    @abstractmethod
     def abort(self, session: str, reason: str) -> Steps:
         """Ends the session.
 
         ``Ack.state`` is ``serving`` if the engine still has the old version, and ``quarantined`` if its weights may be
         parts of two versions.
         """
-        ...
 
     def leave(self, group: str | None) -> Steps:
         """Leaves a group, or unmaps shared buffers if ``group`` is None.  A group never joined is no error.
 
         If it raises, the caller adds a note to the target's next report.
         """
-        ...
+        yield from ()
+        return Ack(ok=True, ranks=self.info.tp_size)
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Log-probability of each token but the first, given the tokens before it, under the live weights."""
-        ...
+        raise self._missing("score tokens")
+
+    def _lacks(self, step: str) -> Steps:
+        raise self._missing(step)
+
+    def _missing(self, step: str) -> ConfigError:
+        return ConfigError(f"the adapter of {self.info.engine} ({self.info.kind}) cannot {step}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,51 +477,6 @@ class Invitation:
     join: Join
     bucket_bytes: int
     unique_id: bytes = b""
-
-
-@runtime_checkable
-class Storing(Protocol):
-    """An adapter of an engine that may read NCCL's unique id from the group's store."""
-
-    def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
-        """Entries that the store must hold, by key."""
-        ...
-
-
-@runtime_checkable
-class SeesChange(Protocol):
-    """An adapter of an engine that can tell, before it resumes, whether its weights have changed."""
-
-    def expect_change(self, changed: bool) -> None:
-        """Tells the adapter, before ``commit``, whether the new weights are known to differ from the last committed."""
-        ...
-
-
-@runtime_checkable
-class Preparing(Protocol):
-    """An adapter of an engine that can work out an update before it begins."""
-
-    def prepare(self, message: Prepare) -> Steps:
-        """Hands over the plan of the updates to come.  Changes nothing that the engine serves."""
-        ...
-
-
-@runtime_checkable
-class Reverting(Protocol):
-    """An adapter of an engine that can restore the old weights after a commit, if it keeps a second set."""
-
-    def revert(self, message: Revert) -> Steps:
-        """Restores the old weights.  The answer has their version and digests."""
-        ...
-
-
-@runtime_checkable
-class FromFolder(Protocol):
-    """An adapter of an engine that loads checkpoint folders while it runs; for the transport ``disk``."""
-
-    def load_folder(self, session: str, folder: str) -> Steps:
-        """Loads all weights from ``model.safetensors`` in ``folder``, which is deleted after the answer."""
-        ...
 
 
 # -- the way between them

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import weightcast
 from weightcast import AdvancedOptions, Target, UpdateOptions
-from weightcast.adapters.registry import KINDS
+from weightcast.adapters.registry import OURS
 from weightcast.cli.app import app
 from weightcast.cli.options import MEANING
 from weightcast.config import UpdateConfig, VerifyLevel
@@ -209,7 +209,7 @@ def test_every_error_text_of_the_troubleshooting_page_is_in_the_sources(texts):
 def test_matrix_has_every_kind_of_engine_transport_and_proof():
     page = (DOCS / "engines" / "matrix.md").read_text()
     names = {"native": "reference engine", "vllm": "vLLM, stock"}
-    for kind in KINDS:
+    for kind in OURS:
         assert names.get(kind.name, kind.name).lower() in page.lower()
     for spec in TRANSPORTS:
         assert f"\n| `{spec.name}` |" in page
@@ -221,7 +221,7 @@ def test_support_table_has_every_kind_of_engine_and_transport():
     page = (DOCS / "support.md").read_text()
     table = page.split("\n## Transports\n", 1)[1].split("\n## ", 1)[0]
     pages = re.findall(r"\(engines/([\w-]+)\.md\)", table)
-    assert {kind.name.split("-")[0] for kind in KINDS} <= {"native", *(name.split("-")[0] for name in pages)}
+    assert {kind.name.split("-")[0] for kind in OURS} <= {"native", *(name.split("-")[0] for name in pages)}
     for spec in TRANSPORTS:
         assert f" `{spec.name}` |" in table, spec.name
 

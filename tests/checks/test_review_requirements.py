@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 
 from weightcast import protocols
 from weightcast.adapters.lmdeploy.payload import bucket_payload as for_lmdeploy
-from weightcast.adapters.registry import KINDS
+from weightcast.adapters.registry import OURS
 from weightcast.adapters.sglang.payload import bucket_payload as for_sglang
 from weightcast.comm.shared_buckets import TorchMemory
 from weightcast.transports.checkpoint_engine import Feed, table
@@ -82,8 +82,8 @@ def test_every_adapter_implements_every_step() -> None:
     }
     assert {"open", "join", "bucket", "close", "commit", "abort", "leave", "score", "specs", "check"} <= wanted.keys()
     info: Any = SimpleNamespace(engine="x 1.2.3", tp_size=1, ranks=(), specs=(), version=None, paused=False, hazards=())
-    adapters = [type(kind.adapter(info)) for kind in KINDS]
-    assert len(set(adapters)) == len(KINDS)
+    adapters = [type(kind.adapter(info)) for kind in OURS]
+    assert len(set(adapters)) == len(OURS)
     for adapter in adapters:
         for name, signature in wanted.items():
             own = inspect.signature(getattr(adapter, name))

@@ -9,24 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "weightcast"
 CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
-LEFT = {
-    "Answer",
-    "Asked",
-    "Asking",
-    "Difference",
-    "EngineKind",
-    "Event",
-    "Model",
-    "Outcome",
-    "Part",
-    "Place",
-    "Shared",
-    "Steps",
-    "_Answer",
-    "_Bucket",
-    "_Copy",
-    "_Index",
-}
+LEFT = {"Part", "Place", "Shared", "Steps", "_Copy"}
 
 
 def type_names(text: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from weightcast.config import Target, UpdateConfig
 from weightcast.update.choose import Planner
 from weightcast.update.members import Members
-from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.engine_info import NO_RECEIVER, EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import PROTOCOL
 
@@ -20,7 +20,7 @@ SPECS = (TensorSpec(name="t", dtype="float32", shape=(8,)),)
 
 def info(kind: str) -> EngineInfo:
     return EngineInfo(
-        protocol=PROTOCOL,
+        protocol=PROTOCOL if kind == "native" else NO_RECEIVER,
         kind=kind,
         engine="e 1",
         model="m",

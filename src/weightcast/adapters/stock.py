@@ -6,14 +6,18 @@ So a report could not name a vision tower as not updated, and an update of a lan
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from weightcast.comm.ipc import host_id_of
-from weightcast.errors import ConfigError
-from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.errors import ConfigError, WireError
+from weightcast.protocols import Adapter, Delivery
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import NO_RECEIVER, EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import PROTOCOL, Join
 
 TAKES_IMAGES = (
     "it encodes images, and does not tell which of its tensors an update leaves as they are: an update must contain "
@@ -25,10 +29,42 @@ _OF_VISION = re.compile(r"visual|vision|image|img|\bvit\b|\bvpm\b|siglip|clip|pa
 _OF_QWEN2 = "model.layers.0.self_attn.q_proj.bias"
 
 
+class StockAdapter(Adapter):
+    """Adapter of an engine that cannot stage: buckets go straight into live weights while it is paused.
+
+    Attributes:
+        _delivery: Delivery of the updates to come, for a subclass whose ``check`` sets it.
+        _version: Version of this session.
+        _paused_at: Time at which this session paused the engine, of ``time.monotonic``; 0 if it has not.
+        _mixed: True if the live weights may be parts of two versions.
+    """
+
+    def __init__(self, info: EngineInfo) -> None:
+        super().__init__(info)
+        self._delivery: Delivery = "group"
+        self._version = 0
+        self._paused_at = 0.0
+        self._mixed = info.paused  # whoever paused the engine before us may have been in the middle of an update
+
+    def _updating(self, **facts: Any) -> Ack:
+        """The answer to a step before the commit, with ``facts`` that this engine tells."""
+        return Ack(ok=True, state="updating", ranks=self.info.tp_size, **facts)
+
+    def _committed(self, **facts: Any) -> Ack:
+        """The answer to a commit, likewise."""
+        self._mixed = False
+        stall_s = time.monotonic() - self._paused_at if self._paused_at else 0.0
+        return Ack(ok=True, version=self._version, ranks=self.info.tp_size, stall_s=stall_s, **facts)
+
+    def _ended(self) -> Ack:
+        """The answer to an abort."""
+        return Ack(ok=True, state="quarantined" if self._mixed else "serving", ranks=self.info.tp_size)
+
+
 def stock_info(url: str, devices: Sequence[str], **facts: Any) -> EngineInfo:
     """Describes an engine by the device of each rank, and by the facts that it tells."""
     return EngineInfo(
-        protocol=PROTOCOL,
+        protocol=NO_RECEIVER,
         state="serving",
         digest=None,
         tp_size=len(devices),
@@ -40,35 +76,26 @@ def stock_info(url: str, devices: Sequence[str], **facts: Any) -> EngineInfo:
     )
 
 
-class StockAdapter:
-    """One server without our receiver."""
-
-    in_flight = 1
-    proves: frozenset[Literal["received", "resident"]] = frozenset()
-    leased = False
-
-    def __init__(self, info: EngineInfo) -> None:
-        self._info = info
-
-    def renew(self, info: EngineInfo) -> None:
-        """As ``Adapter.renew``."""
-        self._info = info
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Always empty: stock engines do not list their tensors."""
-        return ()
+def number_of(version: object) -> int | None:
+    """The number of a weight version that a trainer has stamped; None for other text."""
+    return int(version) if isinstance(version, str) and version.isascii() and version.isdigit() else None
 
 
-def group_body(join: Join) -> dict[str, Any]:
-    """Body of ``/init_weights_update_group``, a route that SGLang and LMDeploy have alike."""
-    return {
-        "master_address": join.host,
-        "master_port": join.port,
-        "rank_offset": join.first_rank,
-        "world_size": join.world_size,
-        "group_name": join.group,
-        "backend": join.backend,
-    }
+def prompt_logprobs(reply: bytes, token_ids: Sequence[int], *, engine: str, needs: str | None = None) -> list[float]:
+    """Reads an answer of SGLang's or LMDeploy's ``/generate``; raises WireError if it scores another prompt.
+
+    ``needs`` is the hint of this error.
+    """
+    try:
+        entries = msgspec.json.decode(reply)["meta_info"]["input_token_logprobs"] or []
+        found = [(float(entry[0]), int(entry[1])) for entry in entries[max(0, len(entries) - len(token_ids) + 1) :]]
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise WireError(f"{engine}'s answer to /generate has no log-probabilities of the prompt: {error}") from None
+    if [token for _, token in found] != list(token_ids[1:]):
+        raise WireError(
+            f"{engine}'s answer to /generate has log-probabilities of other tokens than were sent", hint=needs
+        )
+    return [logprob for logprob, _ in found]
 
 
 def without_tower(specs: Sequence[TensorSpec]) -> bool:

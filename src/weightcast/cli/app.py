@@ -11,7 +11,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from weightcast.cli import bench, catch_up, demo, doctor, options, plan, push, serve, status, trace, verify
 from weightcast.cli.options import FAILURE, INTERRUPTED, JSON_KEY, STACK_KEY, USAGE, code_of
@@ -62,6 +62,14 @@ class _Group(TyperGroup):
         show_error(told, as_json=as_json, with_stack=False)
 
 
+class _OfEngines(TyperCommand):
+    """A command with the option ``--engine``."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        options.name_engine_kinds(self.params)
+        super().format_help(ctx, formatter)
+
+
 app = typer.Typer(
     name="weightcast",
     cls=_Group,
@@ -103,12 +111,14 @@ def _root(
 
 app.command(short_help="Train a small model and update two engines after every step")(demo.demo)
 app.command(short_help="Start the reference engine")(serve.serve)
-app.command(short_help="Send a checkpoint to running engines")(push.push)
+app.command(cls=_OfEngines, short_help="Send a checkpoint to running engines")(push.push)
 app.command(short_help="Copy the weights of one engine into another")(catch_up.catch_up)
 app.command(short_help="Compare an engine's weights with a checkpoint")(verify.verify)
-app.command(short_help="Estimate the buckets, memory and time of an update")(plan.plan)
-app.command(short_help="Check whether engines can be updated from here, and say what to fix")(doctor.doctor)
-app.command(short_help="Show the state and weight version of each engine")(status.status)
+app.command(cls=_OfEngines, short_help="Estimate the buckets, memory and time of an update")(plan.plan)
+app.command(cls=_OfEngines, short_help="Check whether engines can be updated from here, and say what to fix")(
+    doctor.doctor
+)
+app.command(cls=_OfEngines, short_help="Show the state and weight version of each engine")(status.status)
 app.command(short_help="Show what every rank did in saved updates: a trace, a page or a table")(trace.trace)
 app.add_typer(bench.bench, name="bench", short_help="Measure updates")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,12 +12,12 @@ from weightcast.cli.render import mark, parse_size, say, say_json
 from weightcast.report import one_line
 
 if TYPE_CHECKING:
-    from weightcast.update.diagnose import Diagnosis
+    from weightcast.update.diagnose import Check, Diagnosis
 
 
 def doctor(
     urls: options.Urls,
-    engine: options.EngineKind = "auto",
+    engine: options.EngineName = "auto",
     api_key: options.ApiKeys = None,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,
@@ -42,15 +43,20 @@ def doctor(
     weightcast doctor http://10.0.3.7:8000
     weightcast doctor http://10.0.3.7:8000 http://10.0.3.8:8000 --rendezvous 10.0.1.2 --json
     """
-    from weightcast.update.diagnose import examine
+    from weightcast.update.diagnose import examine, extensions
 
     size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
     found = options.targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     results = [examine(target, bucket_bytes=size_bytes, host=rendezvous, timeout_s=timeout) for target in found]
     ok = all(result.ok for result in results)
+    others = extensions()
     if as_json:
-        say_json({"ok": ok, "engines": results})
+        say_json({"ok": ok, "engines": results, "extensions": others})
     else:
+        if others:
+            say("other packages")
+            _show_checks(others)
+            say()
         for index, result in enumerate(results):
             if index:
                 say()
@@ -63,9 +69,13 @@ def _show(result: Diagnosis) -> None:
     say(result.url)
     if result.engine:
         say(result.engine)
-    width = max(len(check.name) for check in result.checks)
-    for check in result.checks:
+    _show_checks(result.checks)
+
+
+def _show_checks(checks: Sequence[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
         say(f"  {check.name.ljust(width)}  {check.text}", lead=f"  {mark(check.level)}")
-    for check in result.checks:
+    for check in checks:
         if check.hint:
             say(f"\nhint: {check.name}: {one_line(check.hint)}")

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args, get_type_hints
 
 import typer
 
-from weightcast.config import GONE, AdvancedOptions, Target, check_names
+from weightcast.config import ENGINE_KINDS, GONE, AdvancedOptions, Target, check_names
 from weightcast.errors import ConfigError
+from weightcast.runtime.entry_points import ENGINES, names_in
 
 SUCCESS: Final = 0
 FAILURE: Final = 1
@@ -40,6 +41,13 @@ HtmlFile = Annotated[
 ]
 JSON_KEY = "weightcast.as_json"
 STACK_KEY = "weightcast.traceback"
+
+
+def name_engine_kinds(parameters: Sequence[Any]) -> None:
+    """Adds other packages' kinds of engine to the help of ``--engine``.  Imports none of them."""
+    for parameter in parameters:
+        if parameter.name == "engine":
+            parameter.metavar = "|".join((parameter.metavar, *names_in(ENGINES)))
 
 
 def _remember(context: typer.Context, option: typer.CallbackParam, value: bool) -> bool:
@@ -94,11 +102,11 @@ KeyFile = Annotated[
     ),
 ]
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Engine as http://host:port.", show_default=False)]
-EngineKind = Annotated[
+EngineName = Annotated[
     str,
     typer.Option(
         "--engine",
-        metavar="auto|native|sglang|lmdeploy|vllm",
+        metavar="|".join(("auto", *ENGINE_KINDS)),
         help="Kind of the engines; auto asks each one. Name a kind to use that engine's own weight routes.",
     ),
 ]

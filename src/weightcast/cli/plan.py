@@ -10,6 +10,7 @@ import typer
 
 from weightcast.cli.options import BucketBytes, Json, Traceback, WireDtype
 from weightcast.cli.render import parse_size, say, say_json
+from weightcast.config import ENGINE_KINDS
 from weightcast.errors import ConfigError, some
 from weightcast.report import count_of, format_bytes
 
@@ -28,7 +29,7 @@ def plan(
     ],
     bucket_bytes: BucketBytes = None,
     dtype: WireDtype = None,
-    engine: Annotated[str, typer.Option(metavar="native|sglang|vllm|lmdeploy", help="Kind of the engines.")] = "native",
+    engine: Annotated[str, typer.Option(metavar="|".join(ENGINE_KINDS), help="Kind of the engines.")] = "native",
     trainer_ranks: Annotated[int, typer.Option("--trainer-ranks", metavar="N", help="Ranks of the trainer.")] = 1,
     ceiling: Annotated[
         str | None,
@@ -75,13 +76,12 @@ def plan(
     weightcast plan config.json --dtype bfloat16 --bucket-bytes 256MiB --json
     weightcast plan config.json --engine lmdeploy --trainer-ranks 8 --max-extra-bytes 1GiB --quantise fp8
     """
+    from weightcast.adapters.registry import kind_named
     from weightcast.cli.plan_model import model_at
-    from weightcast.update.estimate import make_plan, packings_of_engines
+    from weightcast.update.estimate import make_plan
 
     size_bytes = None if bucket_bytes is None else parse_size(bucket_bytes)
-    packings = packings_of_engines()
-    if engine not in packings:
-        raise ConfigError(f"--engine {engine} is unknown: choose one of {', '.join(packings)}")
+    packing = kind_named(engine).speaks.packing
     if quantise not in (None, "fp8"):
         raise ConfigError(f"--quantise {quantise} is unknown: choose fp8, or leave it out")
     if min(engines, tp, trainer_ranks, hosts, 1 if cell_ranks is None else cell_ranks) < 1:
@@ -101,7 +101,7 @@ def plan(
         most_bytes = bucket_bytes_for(
             asked.specs,
             ceiling_bytes=parse_size(ceiling),
-            packing=packings[engine],
+            packing=packing,
             world_size=trainer_ranks,
             work_bytes=WORK_BYTES + (COMPUTED_BYTES if quantise is not None else 0),
         )
@@ -109,7 +109,7 @@ def plan(
         asked.specs,
         model=str(model),
         engine=engine,
-        packing=packings[engine],
+        packing=packing,
         bucket_bytes=size_bytes,
         most_bytes=most_bytes,
         engine_ranks=engines * tp,

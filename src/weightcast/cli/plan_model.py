@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class PlannedModel:
     """Tensors to plan for.
 
     Attributes:
@@ -34,7 +34,7 @@ class Model:
     not_covered: tuple[str, ...] = ()
 
 
-def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
+def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> PlannedModel:
     """Reads the tensors of a checkpoint, or those that a config describes, under a checkpoint's names.
 
     Args:
@@ -52,7 +52,7 @@ def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
 
         with CheckpointExporter(model, wire_dtype=torch_dtype(dtype)) as checkpoint:
             left_out = tuple(f"{name}: in the checkpoint, but engines do not load it" for name in checkpoint.skipped)
-            found = Model(specs=checkpoint.specs(), not_covered=left_out)
+            found = PlannedModel(specs=checkpoint.specs(), not_covered=left_out)
     if not fp8:
         return found
 
@@ -61,7 +61,7 @@ def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
     return replace(found, specs=quantised_specs(found.specs, Fp8Blocks()))
 
 
-def _model_of_config(config: Path, dtype: str | None) -> Model:
+def _model_of_config(config: Path, dtype: str | None) -> PlannedModel:
     import torch
 
     from weightcast.exporters.checkpoint_layout import Stored, arrange_as_saved
@@ -102,7 +102,7 @@ def _model_of_config(config: Path, dtype: str | None) -> Model:
     if drafts:
         not_covered.append(f"{drafts} draft (MTP) layer{'s' if drafts > 1 else ''}: transformers' model has none")
     family, arranged = arrange_as_saved(model, stored, numbers, settings)
-    return Model(
+    return PlannedModel(
         specs=_specs_of(stored, arranged, family, wire),
         family=family.name,
         not_covered=tuple(not_covered),

@@ -41,7 +41,7 @@ def push(
         ),
     ] = "auto",
     draft: options.Draft = None,
-    engine: options.EngineKind = "auto",
+    engine: options.EngineName = "auto",
     api_key: options.ApiKeys = None,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,

@@ -21,7 +21,7 @@ _HEADERS = ("url", "engine", "model", "state", "version", "digest", "parallel", 
 
 def status(
     urls: options.Urls,
-    engine: options.EngineKind = "auto",
+    engine: options.EngineName = "auto",
     api_key: options.ApiKeys = None,
     ca_file: options.CaFile = None,
     cert_file: options.CertFile = None,

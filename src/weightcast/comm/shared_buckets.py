@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from weightcast.comm.ipc import SharedBuffer, device_uuid
 from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError
 from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Pack, Part, RemoteMemory
+from weightcast.wire.engine_info import EngineInfo
 
 _ALIGNMENT_BYTES = 512  # as torch's own allocator; more than any dtype needs
 _LAST_READ_S = 5.0
@@ -82,6 +83,27 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     legs: dict[str, tuple[Part, ...]] = {}
     leg: bool = False
+
+
+def memory_of_ranks(info: EngineInfo, handles: Sequence[Sequence[TorchMemory]]) -> list[TorchMemory]:
+    """The handle for each rank of an engine, to the buffer on its own GPU or on the host.
+
+    ``handles`` has those of each trainer rank, one for each engine rank.  Raises ConfigError for an engine rank on
+    whose GPU no trainer rank is.
+    """
+    found: list[TorchMemory] = []
+    for rank in info.ranks:
+        offered = [some[rank.rank] for some in handles if rank.rank < len(some)]
+        mine = [memory for memory in offered if memory.kind == "shm" or memory.device == rank.device]
+        if not mine and rank.device == "cuda":  # without a UUID, its ranks sit on the trainer's GPUs, in the same order
+            mine = offered[rank.rank : rank.rank + 1]
+        if not mine:
+            raise ConfigError(
+                f"no trainer rank has filled a buffer on GPU {rank.device} of rank {rank.rank} of {info.engine}",
+                hint="shared memory needs a trainer rank on each of the engine's GPUs; use broadcast otherwise",
+            )
+        found.append(mine[0])
+    return found
 
 
 class Ring:

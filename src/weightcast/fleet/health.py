@@ -20,15 +20,15 @@ from typing import Literal
 import msgspec
 
 TargetState = Literal["gone", "joining", "updating", "serving", "quarantined"]
-Event = Literal["answered", "restarted", "silent", "lost", "opened", "committed", "broken"]
+HealthEvent = Literal["answered", "restarted", "silent", "lost", "opened", "committed", "broken"]
 
-_ANY: Mapping[Event, TargetState] = {
+_ANY: Mapping[HealthEvent, TargetState] = {
     "restarted": "joining",
     "silent": "quarantined",
     "lost": "gone",
     "broken": "quarantined",
 }
-NEXT: Mapping[TargetState, Mapping[Event, TargetState]] = {
+NEXT: Mapping[TargetState, Mapping[HealthEvent, TargetState]] = {
     "gone": {"answered": "joining", "silent": "gone", "lost": "gone", "broken": "gone"},
     "joining": {"answered": "joining", "opened": "updating", **_ANY},
     "updating": {"answered": "updating", "committed": "serving", **_ANY},  # `Fleet.kept` restores the state before
@@ -187,7 +187,7 @@ class Fleet:
     def _is_active(self, entry: _Entry) -> bool:
         return entry.state == "serving" and entry.version is not None and entry.version == self.version
 
-    def _move(self, url: str, event: Event, *, reason: str | None = None, **known: object) -> None:
+    def _move(self, url: str, event: HealthEvent, *, reason: str | None = None, **known: object) -> None:
         entry = self._entries[url]
         state = NEXT[entry.state].get(event)
         assert state is not None, f"{url}: {event} while {entry.state}"

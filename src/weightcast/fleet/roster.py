@@ -254,7 +254,7 @@ class Roster:
                 incarnation=answer.incarnation,
                 digest=answer.digest,
                 tells_version=answer.tells_version,
-                tells_digest=answer.kind == "native",
+                tells_digest=answer.has_receiver,
                 shows_restart=answer.shows_restart,
             )
         elif isinstance(answer, TargetUnreachable):

@@ -23,6 +23,7 @@ class EngineKind:
         sleep: Paths to POST ``{}`` to, in order, to free the accelerator; empty if the engine cannot sleep.
         wake: Paths to POST ``{}`` to, in order, to wake up.
         nccl: Variables of NCCL that the server sets in its own processes, unless ``env`` has them.
+        engine: Kind that updates take the engine for: ``Target.engine``.
         wake_tags: Where the last of these paths takes the names of the memory to wake, such as ``weights``: in its
             query (``?tags=weights&tags=kv_cache``), in its body (``{"tags": ["weights"]}``), or nowhere.
     """
@@ -34,6 +35,7 @@ class EngineKind:
     sleep: tuple[str, ...] = ()
     wake: tuple[str, ...] = ()
     wake_tags: Literal["query", "body"] | None = None
+    engine: str = "auto"
 
     @property
     def trainer_env(self) -> dict[str, str]:

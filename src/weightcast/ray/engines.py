@@ -231,7 +231,8 @@ class RolloutEngines:
         return [member for member in self._members if member.state in states]
 
     def _targets(self, *states: RayEngineState) -> tuple[Target, ...]:
-        return tuple(Target(member.url, api_key=self._api_key) for member in self._in_state(*states))
+        members = self._in_state(*states)
+        return tuple(Target(one.url, api_key=self._api_key, engine=self._kind.engine) for one in members)
 
     def _start(self, members: Sequence[RayEngine]) -> None:
         """Starts these engines side by side; they are ``waiting`` when this returns."""

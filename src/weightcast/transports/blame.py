@@ -97,7 +97,7 @@ def is_the_transports(error: WeightcastError, link: Link) -> bool:
     """
     if not isinstance(error, TargetRejected):
         return False
-    return link.info.kind != "native" or error.status in (MAPPING_FAILED, GROUP_FAILED)
+    return not link.info.has_receiver or error.status in (MAPPING_FAILED, GROUP_FAILED)
 
 
 def only_its_group(error: WeightcastError) -> bool:

@@ -264,7 +264,7 @@ def _suits_by_rank(topology: Topology) -> bool:
     on_gpu = topology.device.type == "cuda"
     return (
         all(
-            info.kind == "native"
+            info.has_receiver
             and {"ipc", "broadcast"} <= set(info.transports)
             and 0 < len(topology.near_ranks(info)) < len(info.ranks)
             and all(device != "cuda" and (device != "cpu") == on_gpu for device in info.devices)

@@ -29,7 +29,7 @@ from weightcast.comm.rendezvous import Invited, Rendezvous
 from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
-from weightcast.protocols import Invitation, Meeting, Storing
+from weightcast.protocols import Invitation, Meeting
 from weightcast.transports.blame import find_culprit, together
 from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
@@ -167,9 +167,8 @@ class Channel:
         assert meeting is not None
         unique_id = new_unique_id() if self._meeting == "nccl-id" else b""
         for link in self.links:
-            if unique_id and isinstance(link.adapter, Storing):
-                for key, value in link.adapter.stored(unique_id).items():
-                    cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
+            for key, value in link.adapter.stored(unique_id).items() if unique_id else ():
+                cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
         refused, on_gpu = threading.Event(), self._device.type == "cuda"
         deadline = time.monotonic() + self._timeout_s  # engines start later, so their deadlines end later
         joining = [link for link in self.links if link.members]

@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from weightcast.comm import event_loop, pickle_writer
 from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
 from weightcast.comm.pickle_writer import integer, integers, listing, mapping, text
-from weightcast.comm.run_steps import Steps
-from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.comm.shared_buckets import Shared, TorchMemory, memory_of_ranks
 from weightcast.comm.torch_reductions import reduced_storage
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, WeightcastError
 from weightcast.transports.blame import raise_together
@@ -43,14 +42,6 @@ _WHOLE_UPDATE_S = 86400.0  # of the request that lasts as long as the update; ea
 _NOTHING = pickle_writer.pickled(pickle_writer.NONE)
 _SOCKETS = re.compile(r"weightcast-sockets-[0-9a-f]{16}")
 _MAX_PATH = 100  # of a socket's name, in bytes; the kernel's limit is 107
-
-
-class TakesHandles(Protocol):
-    """An adapter whose engine speaks this wire."""
-
-    def handles(self, addresses: dict[str, str]) -> Steps:
-        """Where each GPU finds its sender; answered when that one has said that all is over."""
-        ...
 
 
 class CheckpointEngineCarrier(Pumped):
@@ -112,7 +103,7 @@ class Feed:
     def take(self, layout: BucketLayout, shared: Sequence[Shared]) -> None:
         """Hands over a bucket; returns when every rank has loaded it, or raises TargetRejected or TargetLost."""
         what = f"bucket {layout.index}"
-        memories = memory_of_ranks(self.link, shared)
+        memories = memory_of_ranks(self.link.info, [item.ring for item in shared])
         if not self._sockets:
             self._begin(memories, what)
         first = memories[0].first_byte
@@ -164,7 +155,7 @@ class Feed:
             self._sockets.append(socket)
             addresses[f"GPU-{memory.device if rank.device == 'cuda' else rank.device}"] = address
         self.link.touch()
-        steps = cast(TakesHandles, self.link.adapter).handles(addresses)
+        steps = self.link.adapter.handles(addresses)
         (self._answer,) = event_loop.submit([self.link.ask("handles", steps, timeout_s=_WHOLE_UPDATE_S)])
         handles = [pickle_writer.pickled(reduced_storage(memory, "uint8")) for memory in memories]
         self._tell(handles, what)
@@ -273,23 +264,6 @@ def table(layout: BucketLayout, first_byte: int) -> bytes:
             )
         )
     return listing(entries)
-
-
-def memory_of_ranks(link: Link, shared: Sequence[Shared]) -> list[TorchMemory]:
-    """The storage of each engine rank: on its GPU, where a trainer rank must be (else ConfigError), or host memory."""
-    found: list[TorchMemory] = []
-    for rank in link.info.ranks:
-        offered = [item.ring[rank.rank] for item in shared if rank.rank < len(item.ring)]
-        mine = [memory for memory in offered if memory.kind == "shm" or memory.device == rank.device]
-        if not mine and rank.device == "cuda":  # it does not tell: as the trainer's ranks sit
-            mine = offered[rank.rank : rank.rank + 1]
-        if not mine:
-            raise ConfigError(
-                f"{link.url}: no trainer rank has filled a buffer on GPU {rank.device} of rank {rank.rank}",
-                hint="checkpoint-engine's wire needs a trainer rank on each of the engine's GPUs; use broadcast",
-            )
-        found.append(mine[0])
-    return found
 
 
 def _zmq() -> Any:

@@ -26,7 +26,6 @@ from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import DiskReaders
 from weightcast.errors import ConfigError
-from weightcast.protocols import FromFolder
 from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, tell
 from weightcast.transports.plan import UpdatePlan
@@ -62,7 +61,7 @@ class DiskCarrier(Pumped):
         """Deletes the folders that killed trainers of this user have left.  Writes nothing yet.
 
         The checkpoint folder goes into ``folder``, under its path for trainer and engines, None the one for temporary
-        files.  ConfigError says that it is no folder or too full.  The targets' adapters are ``FromFolder``.
+        files.  ConfigError says that it is no folder or too full.
         """
         super().__init__(ThreadPump(self._write))
         self._links = list(links)
@@ -166,11 +165,8 @@ class DiskCarrier(Pumped):
             return self._folder.path
 
     async def _load(self, link: Link, folder: str) -> None:
-        adapter = link.adapter
-        assert isinstance(adapter, FromFolder), "only engines that load folders list this transport"
-        await tell(
-            link, adapter.load_folder(link.session, folder), what=f"the folder {folder}", timeout_s=self._timeout_s
-        )
+        steps = link.adapter.load_folder(link.session, folder)
+        await tell(link, steps, what=f"the folder {folder}", timeout_s=self._timeout_s)
 
     def _discard(self) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, se
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
-from weightcast.protocols import Adapter, Reverting
+from weightcast.protocols import Adapter
 from weightcast.report import count_of
 from weightcast.runtime.deadline import Deadline
 from weightcast.transports.plan import TargetPlan
@@ -125,7 +125,7 @@ class Link:
     @property
     def can_revert(self) -> bool:
         """True if the engine can restore the old weights after a commit."""
-        return self.stages and isinstance(self.adapter, Reverting)
+        return self.stages and self.adapter.reverts
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -302,7 +302,6 @@ class Link:
     async def revert(self, reason: str, *, timeout_s: float) -> Ack:
         """Restores the weights that the engine served before the commit.  Repeated once if the answer is lost."""
         adapter, asked = self.adapter, self.asked
-        assert isinstance(adapter, Reverting)
         assert asked is not None
         message = Revert(session=asked.session, reason=reason[:4096])
         try:

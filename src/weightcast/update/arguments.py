@@ -28,6 +28,7 @@ from weightcast.config import (
 )
 from weightcast.errors import ConfigError
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.exporters.claims import OTHERS, claimed
 from weightcast.exporters.fsdp1 import Fsdp1Exporter, is_sharded_by_fsdp1
 from weightcast.exporters.lora_adapter import AdapterExporter, adapters_of
 from weightcast.exporters.module import ModuleExporter
@@ -178,9 +179,9 @@ def targets_of(targets: Targets) -> tuple[Target, ...]:
 def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callable[[], None]]:
     """Returns an exporter for a model, and the function that closes it; ConfigError if there is none.
 
-    The model is a module, a ``state_dict`` with a checkpoint's names, the path of a safetensors checkpoint, or an
-    exporter, which has dtypes of its own and which the caller closes.  Floats are cast to ``wire_dtype``; None for no
-    cast.
+    The model is a module, a ``state_dict`` with a checkpoint's names, the path of a safetensors checkpoint, a model
+    that another package claims, or an exporter, which has dtypes of its own and which the caller closes.  Floats are
+    cast to ``wire_dtype``; None for no cast.
     """
     dtype = DTYPES[wire_dtype] if wire_dtype is not None else None
     if isinstance(model, nn.Module):
@@ -196,10 +197,15 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
     if isinstance(model, Mapping):
         return StateDictExporter(model, wire_dtype=dtype), lambda: None
     if not all(hasattr(model, part) for part in ("device", "specs", "prepare", "fill")):
-        raise ConfigError(
-            f"an object of type {type(model).__name__} is no model that can be exported",
-            hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter",
-        )
+        exporter = claimed(model, dtype)
+        if exporter is None:
+            unusable = [f"{one.name} of {one.package}: {one.error}" for one in OTHERS.load() if one.error]
+            raise ConfigError(
+                f"an object of type {type(model).__name__} is no model that can be exported",
+                hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter"
+                + (f"; an exporter that cannot be used is left out: {'; '.join(unusable)}" if unusable else ""),
+            )
+        return exporter, getattr(exporter, "close", lambda: None)
     if wire_dtype is not None:
         raise ConfigError(
             f"wire_dtype={wire_dtype!r} is for a module; {type(model).__name__} has dtypes of its own",

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from weightcast.adapters.registry import adapter_for
+from weightcast.adapters.registry import OTHERS as ENGINE_KINDS
+from weightcast.adapters.registry import adapter_for, kind_of
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import device_of, host_id, visible_gpus
@@ -35,6 +36,7 @@ from weightcast.errors import (
     TargetUnreachable,
     WeightcastError,
 )
+from weightcast.exporters.claims import OTHERS as MODEL_KINDS
 from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
 from weightcast.fleet.roster import ask_afresh_on_loop
 from weightcast.protocols import Delivery
@@ -87,11 +89,11 @@ def examine(target: Target, *, bucket_bytes: int | None, host: str | None, timeo
         answered, info = _ask(client)
         checks = [*answered]
         if info is not None:
-            checks += [_state(info), *(_sharing(info) if _has_receiver(info) else _check_stock(info))]
+            checks += [_state(info), *(_sharing(info) if info.has_receiver else _check_stock(info))]
             checks += [*hazards(info), _staging(info), *([_memory(info, bucket_bytes)] if info.specs else [])]
-            if _has_receiver(info) and _transports_by("group", info):
+            if info.has_receiver and _transports_by("group", info):
                 checks += _rendezvous(client, info, host=host, timeout_s=timeout_s)
-            if _has_receiver(info):
+            if info.has_receiver:
                 checks += [_transports(checks, info), *_scattered(checks, info)]
     finally:
         client.close()
@@ -102,6 +104,18 @@ def examine(target: Target, *, bucket_bytes: int | None, host: str | None, timeo
     return Diagnosis(
         url=target.url, engine=engine, checks=tuple(checks), ok=all(check.level != "fail" for check in checks)
     )
+
+
+def extensions() -> list[Check]:
+    """Checks the kinds of engine and the exporters that other packages add; imports these packages."""
+    checks: list[Check] = []
+    for what, found in (("engine", ENGINE_KINDS.load()), ("exporter", MODEL_KINDS.load())):
+        for one in found:
+            name = f"{what} {one.name}"
+            left_out = f"{one.package} is left out: {one_line(one.error)}"
+            hint = "repair or uninstall that package; updates of other engines do not need it"
+            checks.append(_warn(name, left_out, hint) if one.error else _ok(name, f"from {one.package}"))
+    return checks
 
 
 def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
@@ -124,7 +138,7 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
         _ok(
             "receiver",
             f"{info.engine} speaks protocol {info.protocol}, as this process does"
-            if _has_receiver(info)
+            if info.has_receiver
             else f"none: {info.engine} is updated through its own routes ({info.kind})",
         ),
         _one_engine(client, info),
@@ -189,10 +203,6 @@ def _reached_from_outside(target: Target) -> str:
     except (OSError, GroupFailed):
         return ""
     return "" if is_loopback(own) else f"{own}, port {port},"
-
-
-def _has_receiver(info: EngineInfo) -> bool:
-    return info.kind == "native"
 
 
 def _transports_by(delivery: Delivery, info: EngineInfo) -> list[str]:
@@ -320,12 +330,13 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
 
 
 def _staging(info: EngineInfo) -> Check:
-    if info.staging == "none" and not _has_receiver(info):
-        page = {"sglang": "sglang-receiver", "lmdeploy": "lmdeploy-receiver"}.get(info.kind, "vllm")
+    if info.staging == "none" and not info.has_receiver:
+        page = kind_of(info).receiver_page
+        receiver = f"run it with our receiver ({page}), or " if page else ""
         return _warn(
             "staging",
             "none, and no proof of the weights it keeps: an update that fails half way quarantines it",
-            hint=f'run it with our receiver (docs/engines/{page}.md), or prove with verify="behaviour"',
+            hint=f'{receiver}prove with verify="behaviour"',
         )
     if info.staging == "none":
         return _warn(
@@ -371,7 +382,7 @@ def _maps_on_gpus(info: EngineInfo) -> bool:
     """True if ``connect`` from this host would choose large buckets, which the engine's GPUs map."""
     on_gpus = bool(info.devices) and not {"cpu", "cuda"} & set(info.devices)
     taken = any(spec.maps_buckets and spec.name in info.transports for spec in TRANSPORTS)
-    return on_gpus and taken and _has_receiver(info) and set(info.hosts) == {host_id()}
+    return on_gpus and taken and info.has_receiver and set(info.hosts) == {host_id()}
 
 
 def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
-from weightcast.adapters.native.adapter import NativeAdapter
-from weightcast.adapters.sglang.adapter import SglangAdapter
-from weightcast.adapters.vllm.adapter import VllmAdapter
+from weightcast.adapters.registry import all_kinds, kind_named
 from weightcast.exporters.fp8_formats import SCALE_SUFFIXES
 from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
+from weightcast.protocols import Kind
 from weightcast.transports.broadcast import SPEC as BROADCAST
 from weightcast.transports.cells import divide, most_ranks
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets, total_bytes
@@ -106,16 +104,6 @@ class Plan:
     direct: DirectPlan
 
 
-def packings_of_engines() -> dict[str, Packing]:
-    """Returns the packing that each kind of engine can read, from its adapter."""
-    return {
-        "native": NativeAdapter.packing,
-        "sglang": SglangAdapter.packing,
-        "vllm": VllmAdapter.packing,
-        "lmdeploy": LmdeployAdapter.packing,
-    }
-
-
 def make_plan(
     specs: Sequence[TensorSpec],
     *,
@@ -145,9 +133,10 @@ def make_plan(
 
     It raises ConfigError if a tensor, or a row of one that may be cut, is larger than a bucket.
     """
+    kind = kind_named(engine)
     default = {
         way: default_bucket_bytes(specs, packing=packing, world_size=trainer_ranks, large=large)
-        for way, large in {"ipc": engine == "native", "other": False}.items()
+        for way, large in {"ipc": kind.speaks.sharing == "weightcast", "other": False}.items()
     }
     bucket_bytes = default["ipc"] if bucket_bytes is None else bucket_bytes
     if most_bytes is not None:
@@ -175,7 +164,7 @@ def make_plan(
         alone=tuple(alone),
         dtypes=dtypes,
         packing=packing,
-        others=tuple(_engine_plan(kind, other, specs, bucket_bytes) for kind, other in packings_of_engines().items()),
+        others=tuple(_engine_plan(other, specs, bucket_bytes) for other in all_kinds()),
         family=family,
         not_covered=not_covered,
         trainer_ranks=trainer_ranks,
@@ -194,7 +183,7 @@ def make_plan(
         seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
         direct=_direct(
             specs,
-            engine=engine,
+            kind=kind,
             engine_ranks=engine_ranks,
             tp=tp,
             hosts=hosts,
@@ -208,7 +197,7 @@ def make_plan(
 def _direct(
     specs: Sequence[TensorSpec],
     *,
-    engine: str,
+    kind: Kind,
     engine_ranks: int,
     tp: int,
     hosts: int,
@@ -216,8 +205,8 @@ def _direct(
     link_gb_per_s: float | None,
     computed: bool,
 ) -> DirectPlan:
-    if engine != "native":
-        return DirectPlan(refused=f"{engine} without our receiver takes gathered buckets only")
+    if not kind.has_receiver:
+        return DirectPlan(refused=f"{kind.name} without our receiver takes gathered buckets only")
     into = sum(-(-spec.size_bytes // tp) if len(spec.shape) > 1 else spec.size_bytes for spec in specs)
     out = -(-into * engine_ranks // trainer_ranks)
     most = max(into, out)
@@ -249,9 +238,10 @@ def _quantised(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     return tuple(spec.name for spec in specs if "float8" in spec.dtype or spec.name.endswith(SCALE_SUFFIXES))
 
 
-def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:
+def _engine_plan(kind: Kind, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:
+    packing = kind.speaks.packing
     needed = max((spec.row_bytes if packing.slices else spec.size_bytes for spec in specs), default=0)
     buckets = 0
     if needed <= bucket_bytes:
         buckets = len(plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing))
-    return EnginePlan(engine=kind, buckets=buckets, needs_bucket_bytes=needed)
+    return EnginePlan(engine=kind.name, buckets=buckets, needs_bucket_bytes=needed)

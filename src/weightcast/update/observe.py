@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weightcast.adapters.registry import all_kinds, kind_named
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetRejected, WeightcastError, WireError
@@ -16,25 +17,6 @@ from weightcast.wire.engine_info import EngineInfo, EngineStatus, UpdateStatus, 
 
 _NO_ROUTE = (404, 405)
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^}]*\})? +(\S+)", re.MULTILINE)
-# Names of each engine's own metrics; a sum over labels (data-parallel replicas, models) is the engine's.
-_RUNNING = (
-    "weightcast_requests_running",
-    "vllm:num_requests_running",
-    "sglang:num_running_reqs",
-    "lmdeploy:num_requests_running",
-)
-_WAITING = (
-    "weightcast_requests_waiting",
-    "vllm:num_requests_waiting",
-    "sglang:num_queue_reqs",
-    "lmdeploy:num_requests_waiting",
-)
-_TOKENS = (
-    "weightcast_generated_tokens_total",
-    "vllm:generation_tokens_total",
-    "sglang:generation_tokens_total",
-    "lmdeploy:generation_tokens_total",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +59,7 @@ class Observer:
     def __init__(self, target: Target, *, timeout_s: float) -> None:
         """Nothing is asked yet; ``timeout_s`` limits each answer.  Raises as ``Client``."""
         self._client = Client(target, timeout_s=timeout_s)
-        self._is_ours = target.engine in ("auto", "native")
+        self._is_ours = target.engine == "auto" or kind_named(target.engine).has_receiver
         self._in_short = self._is_ours
         self._has_metrics = True
 
@@ -121,15 +103,22 @@ class Observer:
 
 
 def parse_requests(metrics: bytes, *, at: float) -> Requests | None:
-    """Reads the load of an engine out of Prometheus' text format; None if it is not there."""
+    """Reads the load of an engine out of Prometheus' text format; None if it is not there.
+
+    An engine's load is a sum over labels, such as data-parallel replicas and models.
+    """
+    loads = [kind.load for kind in all_kinds() if kind.load is not None]
+    known = {name for load in loads for name in (load.running, load.waiting, load.tokens)}
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(metrics.decode(errors="replace")):
-        if name in _RUNNING or name in _WAITING or name in _TOKENS:
+        if name in known:
             try:
                 sums[name] = sums.get(name, 0.0) + float(value)
             except ValueError:
                 continue
-    running, waiting, tokens = (_first(sums, names) for names in (_RUNNING, _WAITING, _TOKENS))
+    running = _first(sums, [load.running for load in loads])
+    waiting = _first(sums, [load.waiting for load in loads])
+    tokens = _first(sums, [load.tokens for load in loads])
     if running is None:
         return None
     return Requests(running=int(running), waiting=int(waiting or 0.0), tokens=tokens, at=at)

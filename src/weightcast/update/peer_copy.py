@@ -282,7 +282,7 @@ class _Copy:
 def _check(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> tuple[str, int]:
     """Returns the digest and version to copy; raises ``ConfigError`` if engines do not fit or nothing is proven."""
     for where, info in ((url, late), (peer_url, peer)):
-        if info.kind != "native":
+        if not info.has_receiver:
             raise ConfigError(
                 f"{where} is {info.engine} without our receiver, and only engines with it copy from each other",
                 hint="send it a full update from the trainer",

@@ -18,7 +18,6 @@ from weightcast.config import UpdateConfig
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.sent import CastSums, casts_of
 from weightcast.errors import WeightcastError
-from weightcast.protocols import Preparing
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.plan import TargetPlan
 from weightcast.update.finite import FiniteCheck
@@ -54,7 +53,7 @@ class Preparation:
         self.mapped: list[Link] = []
         steps: list[Coroutine[Any, Any, Ack]] = []
         for link in links:
-            if not isinstance(link.adapter, Preparing):
+            if not link.adapter.prepares:
                 continue
             way = _way_to(link.plan)
             given = [link.shared(some) for some in shared] if not link.plan.near and not link.plan.reads else []

@@ -5,11 +5,12 @@ The packages of this process may differ from the server's, so they are not asked
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
 
-from weightcast.adapters.registry import KINDS, adapter_kinds
+from weightcast.adapters.registry import OTHERS, OURS, adapter_kind, all_kinds, kind_named
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.comm.run_steps import converse_on_loop
@@ -51,16 +52,31 @@ async def recognise_on_loop(
     """
     asked = client.target.engine
     if adapter is not None:
-        return _located(client, await _probe(client, adapter_kinds(adapter), timeout_s))
-    kinds = [kind for kind in KINDS if asked in ("auto", kind.name)]
-    if not kinds:
-        known = ", ".join(kind.name for kind in KINDS)
-        raise ConfigError(f"engine={asked!r}: choose auto or one of {known}")
-    return _located(client, await _probe(client, kinds, timeout_s))
+        info = await _probe(client, [adapter_kind(adapter)], timeout_s)
+    elif asked == "auto":
+        # Imports of other packages would hold up the event loop.
+        info = await _probe(client, OURS, timeout_s)
+        info = info or await _probe(client, await asyncio.to_thread(OTHERS.made), timeout_s)
+    else:
+        info = await _probe(client, [await asyncio.to_thread(kind_named, asked)], timeout_s)
+    if info is not None:
+        return _located(client, info)
+    url = client.target.url
+    if asked != "auto":
+        raise ConfigError(
+            f"{url} answers, but is not an engine that weightcast can update as {asked}",
+            hint="leave the kind out: engine='auto' and --engine auto, the defaults, ask for every kind",
+        )
+    raise ConfigError(
+        f"{url} answers, but is not an engine that weightcast can update (known kinds: "
+        f"{', '.join(kind.name for kind in all_kinds())})",
+        hint="check the port; start the engine with `weightcast serve`, or SGLang, vLLM or LMDeploy with the flags on "
+        "their pages in docs/engines",
+    )
 
 
-async def _probe(client: Client, kinds: Sequence[Kind], timeout_s: float | None) -> EngineInfo:
-    """Asks in the way of each kind, in order."""
+async def _probe(client: Client, kinds: Sequence[Kind], timeout_s: float | None) -> EngineInfo | None:
+    """Asks in the way of each kind, in order; None if the server is of none of them."""
     url = client.target.url
     for kind in kinds:
         try:
@@ -73,18 +89,7 @@ async def _probe(client: Client, kinds: Sequence[Kind], timeout_s: float | None)
             ) from error
         if info is not None:
             return info
-    asked = client.target.engine
-    if asked != "auto":
-        raise ConfigError(
-            f"{url} answers, but is not an engine that weightcast can update as {asked}",
-            hint="leave the kind out: engine='auto' and --engine auto, the defaults, ask for every kind",
-        )
-    names = ", ".join(kind.name for kind in kinds)
-    raise ConfigError(
-        f"{url} answers, but is not an engine that weightcast can update (known kinds: {names})",
-        hint="check the port; start the engine with `weightcast serve`, or SGLang, vLLM or LMDeploy with the flags on "
-        "their pages in docs/engines",
-    )
+    return None
 
 
 def _located(client: Client, info: EngineInfo) -> EngineInfo:

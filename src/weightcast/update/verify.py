@@ -14,7 +14,7 @@ from weightcast.digest.sent import Sent, SentDigests, gathered_otherwise
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
 from weightcast.exporters.sum_messages import unsummed
-from weightcast.protocols import Exporter, SeesChange
+from weightcast.protocols import Exporter
 from weightcast.transports.blame import raise_together, try_each
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, received_otherwise
@@ -199,7 +199,7 @@ class Verifier:
         """
         wanted = self._config.verify in ("resident", "behaviour")
         proves = wanted and "resident" in link.adapter.proves
-        if isinstance(link.adapter, SeesChange):
+        if link.adapter.sees_change:
             link.adapter.expect_change(link.digest is not None and bool(sent) and link.digest != self.digest)
         specs, unproven = link.info.specs, frozenset[str](link.closed.unproven if link.closed is not None else ())
         proven = sum(spec.name not in unproven for spec in specs) if unproven else len(specs)

@@ -22,7 +22,7 @@ from weightcast.report import UpdateReport
 UpdateOutcome = Literal["succeeded", "partial", "failed"]
 _Label = Annotated[str, Meta(max_length=64)]
 _RankNumber = Annotated[int, Meta(ge=0, lt=1 << 20)]
-_BucketIndex = Annotated[int, Meta(ge=0, lt=1 << 20)]
+_StepBucket = Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     rank: _RankNumber | None
     began: float
     ended: float
-    bucket: _BucketIndex | None = None
+    bucket: _StepBucket | None = None
 
     @property
     def seconds(self) -> float:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weightcast.wire.fields import Count, Digest, Rank, Steps, Text, Version
+from weightcast.wire.fields import Count, Digest, Rank, RankSteps, Text, Version
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 
 MAPPING_FAILED = 421  # HTTP status of an answer with the cause ``mapping``
@@ -58,7 +58,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     load_s: float = 0.0
     verify_s: float = 0.0
     peak_extra_bytes: int = 0
-    steps: Steps = ()
+    steps: RankSteps = ()
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,4 +115,4 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     checksum: Digest = ""
     heard: float | None = None
     answered: float | None = None
-    steps: Steps = ()
+    steps: RankSteps = ()

@@ -14,7 +14,7 @@ from msgspec import Meta
 from weightcast.errors import Refused
 from weightcast.wire.box import Box
 from weightcast.wire.fields import GroupName, Label, Rank, Text
-from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, Size
+from weightcast.wire.layout import MAX_TENSORS, Shape, Size
 
 
 class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,8 +55,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket."""
 
     slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
-    offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
-    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    offset: Shape
+    shape: Shape
 
     @property
     def box(self) -> Box:
@@ -179,7 +179,7 @@ class MappedPart(Part, frozen=True, array_like=True, gc=False):
 
     memory: Annotated[int, Meta(ge=0, le=1 << 20)]
     first_byte: Size
-    stride: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    stride: Shape
 
 
 class MappedSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mapped"):

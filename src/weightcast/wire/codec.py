@@ -42,14 +42,14 @@ def _with(kind: Any, message: Any, **other: Any) -> Any:
 
 
 _Specs = Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
-_Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
+_BucketIndex = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
 _Raws = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
 _PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw, "sources": _Raws})
 _AnnounceForm = _form(
     Announce,
-    {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket, "known_source": PlanHash, "source": msgspec.Raw},
+    {"layout": BucketLayout, "plan": PlanHash, "bucket": _BucketIndex, "known_source": PlanHash, "source": msgspec.Raw},
 )
 _RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again; or their hash, if the other end has them.

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from weightcast.config import PauseMode
 from weightcast.errors import visible
+from weightcast.watch.sessions import SessionOutcome
 from weightcast.wire.answers import State
 from weightcast.wire.fields import Count, Digest, Label, Rank, Text, Version, decoded
 from weightcast.wire.layout import MAX_TENSORS, TensorSpec
@@ -41,10 +42,14 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nccl: NcclSettings | None = None
 
 
+NO_RECEIVER = 0  # ``EngineInfo.protocol`` of an engine without our receiver
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine's description: sent by our receiver, or made by a probe for an engine without our receiver.
 
     Attributes:
+        protocol: Version of our messages that the engine speaks, or ``NO_RECEIVER``.
         engine: Kind and version of the engine, e.g. ``"weightcast 1.2.3"``.
         model: Name under which the engine serves the model.
         version: Version that the engine serves; None if unknown.
@@ -57,7 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         message: Reason why the engine does not serve, or a further remark.
         paused: True while an update, an operator or sleep pauses the engine.
         optional: Tensors that the engine knows but does not keep; an update may contain them or not.
-        kind: Name of the engine's adapter; ``native`` for every engine with our receiver.
+        kind: Name of the engine's ``protocols.Kind``; ``native`` for every engine with our receiver.
         dp_size: Number of data-parallel replicas behind the URL.
         staging_bytes: Size of the staging set on the rank where it is largest, in bytes; 0 if nothing is staged, or if
             the engine does not report it.
@@ -103,6 +108,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             set_field(self, "no_pause", {mode: visible(why) for mode, why in self.no_pause.items()})
 
     @property
+    def has_receiver(self) -> bool:
+        """True if the engine has our receiver."""
+        return self.protocol != NO_RECEIVER
+
+    @property
     def incarnation(self) -> tuple[object, ...]:
         """Identity of the running engine.  It changes with a restart if the engine reports anything that does."""
         return (self.kind, self.host_id, self.instance, tuple((rank.pid, rank.device) for rank in self.ranks))
@@ -139,7 +149,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return tuple(rank.device for rank in self.ranks)
 
 
-Outcome = Literal["running", "committed", "aborted", "quarantined", "reverted"]
 _Seconds = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=0)]
 
@@ -159,7 +168,7 @@ class UpdateStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int
-    outcome: Outcome
+    outcome: Literal["running"] | SessionOutcome
     owner: Label = ""
     seconds: _Seconds = 0.0
     ago_s: _Seconds | None = None

@@ -16,18 +16,16 @@ from msgspec import Meta
 
 from weightcast.errors import WireError
 from weightcast.wire.box import Box
-from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, Size, TensorSpec
+from weightcast.wire.layout import MAX_TENSORS, Shape, TensorSpec
 from weightcast.wire.plans import PlanHash, hash_of
-
-_Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
 
 class HeldPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """The part of a source tensor that one rank keeps; ``spec`` is the whole one, in the dtype the engine keeps."""
 
     spec: TensorSpec
-    box_offset: _Index
-    box_shape: _Index
+    box_offset: Shape
+    box_shape: Shape
 
     @property
     def box(self) -> Box:

@@ -37,7 +37,7 @@ class NcclSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.variables.get(name, "").strip() != "0"
 
 
-class Difference(NamedTuple):
+class NcclDifference(NamedTuple):
     """A setting that differs, with both values in words, and what each side would set to agree with the other."""
 
     ours: str
@@ -46,15 +46,15 @@ class Difference(NamedTuple):
     set_theirs: str
 
 
-def differences(ours: NcclSettings, theirs: NcclSettings, *, members: int, one_host: bool) -> list[Difference]:
+def differences(ours: NcclSettings, theirs: NcclSettings, *, members: int, one_host: bool) -> list[NcclDifference]:
     """Returns the settings because of which two processes cannot be in one group.
 
     ``members`` is the size of the group at least; ``one_host`` is True if both processes are on one host.
     """
-    found: list[Difference] = []
+    found: list[NcclDifference] = []
     if ours.version and theirs.version and ours.version != theirs.version:
         found.append(
-            Difference(
+            NcclDifference(
                 f"NCCL is {ours.version}",
                 f"{theirs.version}",
                 f"install NCCL {theirs.version} (nvidia-nccl-cu12 or -cu13)",
@@ -73,7 +73,7 @@ def differences(ours: NcclSettings, theirs: NcclSettings, *, members: int, one_h
         mine, other = (one.variables.get(name) for one in (ours, theirs))
         default = _DEFAULTS.get(name, "")
         found.append(
-            Difference(
+            NcclDifference(
                 f"{name} is {mine or 'not set'}",
                 other or "not set",
                 f"set {name}={other or default}",

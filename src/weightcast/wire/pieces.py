@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from weightcast.wire.box import Box, contiguous_strides, intersection, is_one_run
 from weightcast.wire.fields import decoded
-from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSlot
+from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Shape, TensorSlot
 
 ALIGNMENT_BYTES = 16  # more than any dtype needs
 # Sending a piece by itself costs more than packing it below this size, and packing costs more above it.
@@ -25,14 +25,13 @@ STRAIGHT_BYTES = 64 << 10
 # Reading a run of bytes by itself costs more than reading it with others, out of a pack, below this size.
 RUN_BYTES = 16 << 10
 _MAX_ROUTES = 1 << 22
-_Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
 
 class WantedBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a source tensor that an engine rank keeps, or that its model's own loader needs."""
 
-    offset: _Index
-    shape: _Index
+    offset: Shape
+    shape: Shape
 
     @property
     def box(self) -> Box:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from weightcast import __version__
-from weightcast.adapters.registry import KINDS
+from weightcast.adapters.registry import OURS
 from weightcast.cli.app import app
 from weightcast.cli.options import targets
 from weightcast.errors import ConfigError
@@ -250,7 +250,7 @@ def test_status_of_a_named_kind_that_the_server_is_not_says_who_would_ask_for_al
 @pytest.mark.parametrize("command", ["push", "status", "doctor"])
 def test_help_lists_every_kind_of_engine(command):
     words = "".join(run(command, "--help").stdout.split())
-    assert "auto|" + "|".join(kind.name for kind in KINDS) in words
+    assert "auto|" + "|".join(kind.name for kind in OURS) in words
 
 
 def test_doctor_of_nobody(closed_port):

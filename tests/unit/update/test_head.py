@@ -14,7 +14,7 @@ import torch
 from tests.helpers.roster import SPECS, Roster, info
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.ipc import host_id
-from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.comm.shared_buckets import TorchMemory, memory_of_ranks
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable
 from weightcast.transports.link import Link
@@ -145,7 +145,7 @@ def test_engine_that_restarted_with_more_ranks_gets_a_new_adapter():
     after = head._members.link(URL, sglang(4, "b"))
     assert (after is before, after.mixed, after.adapter._has_sessions) == (False, False, None)
     memory = tuple(TorchMemory(kind="shm", device="cpu", size_bytes=1, handle=b"x") for _ in range(4))
-    assert len(after.adapter._memory_of_ranks([Shared(torch=memory)])) == 4
+    assert len(memory_of_ranks(after.adapter.info, [memory])) == 4
 
 
 def test_changed_description_renews_the_adapter_and_keeps_it():
@@ -153,7 +153,7 @@ def test_changed_description_renews_the_adapter_and_keeps_it():
     link = head._members.link(URL, sglang(2, "a"))
     link.mixed = True
     assert head._members.link(URL, msgspec.structs.replace(sglang(2, "a"), version=7)) is link
-    assert (link.mixed, link.adapter._ack().version) == (True, 7)
+    assert (link.mixed, link.adapter.info.version) == (True, 7)
 
 
 def test_engine_that_restarted_with_the_same_ranks_needs_no_retarget():

@@ -13,19 +13,19 @@ from typing import Any
 
 import msgspec
 
+from weightcast.adapters.flattened import FLATTENED, bucket_body, group_body
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_readable
-from weightcast.adapters.stock import KEPT_TOWER, StockAdapter, group_body, without_tower
+from weightcast.adapters.requests import object_at, post, succeeds
+from weightcast.adapters.stock import KEPT_TOWER, StockAdapter, prompt_logprobs, without_tower
 from weightcast.comm.run_steps import EngineRequest, Steps
-from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.comm.shared_buckets import Shared, memory_of_ranks
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
-from weightcast.wire.answers import Ack
+from weightcast.protocols import Delivery, Invitation, Sharing
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Close, Commit, Open
+from weightcast.wire.messages import Commit, Open
 
-_FLAT = "flattened_bucket"
-_SLEEP = EngineRequest(path="/sleep?level=1")
+_SLEEP = post("/sleep?level=1")
 _NO_GROUP = "not initialized"  # LMDeploy's words for a group that it does not have
 
 
@@ -34,7 +34,6 @@ class LmdeployAdapter(StockAdapter):
 
     packing = Packing(alignment_bytes=1, one_dtype=True, slices=False, gapless=True)
     sharing: Sharing = "ring"
-    meeting: Meeting = "torch"
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
@@ -43,12 +42,9 @@ class LmdeployAdapter(StockAdapter):
         self._mapped: tuple[object, ...] | None = None
         self._group = ""
         self._got: Delivery | None = None  # how buckets of this session came; None before the first
-        self._delivery: Delivery = "group"
-        self._version: int | None = None
         self._put_to_sleep = False  # by us; an engine that slept before is left asleep
-        self._mixed = False  # from the first bucket on: weights may be parts of two versions
+        self._mixed = False  # also of an engine that slept before
         self._sleep_refused = False  # the engine may still map our buffers after an aborted update
-        self._paused_at: float | None = None
         self._kept: tuple[str, ...] = ()
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
@@ -56,9 +52,9 @@ class LmdeployAdapter(StockAdapter):
         self._delivery = delivery
         # LMDeploy does not tell whether it encodes images, and may serve the language model alone.
         self._kept = (KEPT_TOWER,) if without_tower(specs) else ()
-        if delivery == "handles" and any(rank.device == "cuda" for rank in self._info.ranks):
+        if delivery == "handles" and any(rank.device == "cuda" for rank in self.info.ranks):
             raise ConfigError(
-                f"LMDeploy ({self._info.model}) does not tell the UUIDs of its GPUs, which checkpoint-engine needs; "
+                f"LMDeploy ({self.info.model}) does not tell the UUIDs of its GPUs, which checkpoint-engine needs; "
                 "nothing was sent",
                 hint="use broadcast, or LMDeploy 0.17 or later",
             )
@@ -69,22 +65,22 @@ class LmdeployAdapter(StockAdapter):
         self._mapped = None
         self._paused_at = time.monotonic()
         if (yield from _is_asleep()):
-            status = yield from _receiver_status()
+            status = (yield from object_at("/update_weights_from_ipc")) or {}
             if self._delivery == "handles" and status.get("ready") is True:
-                return Ack(ok=True, state="updating")  # empty weights are awake already, and waking them fails
+                return self._updating()  # empty weights are awake already, and waking them fails
         else:
             self._put_to_sleep = True
             yield _SLEEP
             self._sleep_refused = False
         # LMDeploy ignores this if its weights are awake already.
-        yield EngineRequest(path="/wakeup?tags=weights")
-        return Ack(ok=True, state="updating")
+        yield post("/wakeup?tags=weights")
+        return self._updating()
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; LMDeploy answers when every member has joined."""
         yield from _post("/init_weights_update_group", group_body(invitation.join))
         self._group = invitation.join.group
-        return Ack(ok=True)
+        return self._updating()
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Sends a bucket: the engine enters the broadcast, or reads memory that it maps."""
@@ -92,35 +88,30 @@ class LmdeployAdapter(StockAdapter):
             self._got = "group"
             self._mixed = True
             if layout.size_bytes:  # an empty bucket is not broadcast, and an engine told of it would wait for ever
-                yield from _post("/update_weights_from_distributed", _table(layout, group))
-            return Ack(ok=True)
+                yield from _post("/update_weights_from_distributed", bucket_body(layout, group) | {"finished": False})
+            return self._updating()
         self._got = "memory"
         self._mixed = True
-        memories = [self._memory_of(rank.rank, rank.device, shared) for rank in self._info.ranks]
+        memories = memory_of_ranks(self.info, [item.ring for item in shared])
         dtype = check_readable(layout, memories[0])
         places = (dtype, *((one.handle, one.offset_bytes, one.size_bytes, one.turn) for one in memories))
         handle = self._mapped != places
         body = {
             "serialized_named_tensors": [bucket_payload(layout, memory, handle=handle) for memory in memories],
-            "load_format": _FLAT,
+            "load_format": FLATTENED,
             "finished": False,
         }
         self._mapped = None  # until the engine has answered, its mappings are unknown
-        yield EngineRequest(path="/update_weights", body=msgspec.json.encode(body))
+        yield post("/update_weights", body)
         self._mapped = places
-        return Ack(ok=True)
+        return self._updating()
 
     def handles(self, addresses: dict[str, str]) -> Steps:
-        """As ``transports.checkpoint_engine.TakesHandles.handles``."""
+        """As ``Adapter.handles``."""
         self._got = "handles"
         self._mixed = True
         yield from _post("/update_weights_from_ipc", {"zmq_handles": addresses})
-        return Ack(ok=True)
-
-    def close(self, message: Close) -> Steps:
-        """Sends nothing: the engine has answered for every bucket already."""
-        yield from ()
-        return Ack(ok=True, state="updating")
+        return self._updating()
 
     def commit(self, message: Commit) -> Steps:
         """Finishes values that modules compute from weights, then wakes the KV cache."""
@@ -128,43 +119,28 @@ class LmdeployAdapter(StockAdapter):
             end = {"names": [], "dtypes": [], "shapes": [], "group_name": self._group, "finished": True}
             yield from _post("/update_weights_from_distributed", end)
         elif self._got == "memory":
-            end = {"serialized_named_tensors": [END] * self._info.tp_size, "finished": True}
-            yield EngineRequest(path="/update_weights", body=msgspec.json.encode(end))
+            end = {"serialized_named_tensors": [END] * self.info.tp_size, "finished": True}
+            yield post("/update_weights", end)
             self._mapped = None
             self._sleep_refused = False
-        self._mixed = False
-        stall_s = 0.0
         words = "it was asleep before this update and still sleeps: POST /wakeup?tags=kv_cache to run it"
         if self._put_to_sleep:
-            yield EngineRequest(path="/wakeup?tags=kv_cache")
+            yield post("/wakeup?tags=kv_cache")
             self._put_to_sleep, words = False, ""
-            assert self._paused_at is not None
-            stall_s = time.monotonic() - self._paused_at
-        return Ack(
-            ok=True,
-            state="serving",
-            version=self._version,
-            ranks=self._info.tp_size,
-            stall_s=stall_s,
-            message=words,
-            not_updated=self._kept,
-        )
+        else:
+            self._paused_at = 0.0
+        return self._committed(message=words, not_updated=self._kept)
 
     def abort(self, session: str, reason: str) -> Steps:
         """Wakes the engine if no bucket has changed its weights; otherwise it sleeps until a full update."""
         self._mapped = None
-        if self._mixed:
-            if self._got == "memory":
-                try:
-                    yield _SLEEP  # LMDeploy unmaps our buffers when it falls asleep
-                    self._sleep_refused = False
-                except TargetRejected:
-                    self._sleep_refused = True  # `leave` tries again and reports the failure
-            return Ack(ok=True, state="quarantined")
-        if self._put_to_sleep:
-            yield EngineRequest(path="/wakeup")
+        if self._mixed and self._got == "memory":
+            # LMDeploy unmaps our buffers when it falls asleep.  If it refuses, `leave` tries again and reports it.
+            self._sleep_refused = not (yield from succeeds(_SLEEP))
+        elif self._put_to_sleep and not self._mixed:
+            yield post("/wakeup")
             self._put_to_sleep = False
-        return Ack(ok=True, state="serving")
+        return self._ended()
 
     def leave(self, group: str | None) -> Steps:
         """Leaves the group, or unmaps buffers that an aborted update has left mapped."""
@@ -172,15 +148,14 @@ class LmdeployAdapter(StockAdapter):
             if self._sleep_refused:
                 yield _SLEEP
                 self._sleep_refused = False
-            return Ack(ok=True)
+            return self._updating()
         self._group = ""
-        body = msgspec.json.encode({"group_name": group})
         try:
-            yield EngineRequest(path="/destroy_weights_update_group", body=body)
+            yield post("/destroy_weights_update_group", {"group_name": group})
         except TargetRejected as error:
             if _NO_GROUP not in str(error):
                 raise
-        return Ack(ok=True)
+        return self._updating()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Asks ``/generate``, which scores a prompt if LMDeploy was started with ``--logprobs-mode raw_logprobs``."""
@@ -191,42 +166,8 @@ class LmdeployAdapter(StockAdapter):
             "max_tokens": 0,
             "temperature": 1.0,
         }
-        reply = yield EngineRequest(path="/generate", body=msgspec.json.encode(body))
-        try:
-            found = msgspec.json.decode(reply, type=_Generated).meta_info.input_token_logprobs or ()
-        except msgspec.MsgspecError as error:
-            raise WireError(f"LMDeploy's answer to /generate has another form: {error}") from None
-        if [token for _, token in found] != list(token_ids[1:]):
-            raise WireError(
-                "LMDeploy scored other tokens than it was given: to score a prompt it needs version 0.17 and "
-                "--logprobs-mode raw_logprobs"
-            )
-        return [value for value, _ in found]
-
-    def _memory_of(self, rank: int, device: str, shared: Sequence[Shared]) -> TorchMemory:
-        offered = [item.ring[rank] for item in shared if rank < len(item.ring)]
-        on_host = [memory for memory in offered if memory.kind == "shm"]
-        if on_host:
-            return on_host[0]
-        if device == "cuda":  # without a UUID, the engine's ranks sit on the trainer's GPUs, in the same order
-            if rank < len(offered):
-                return offered[rank]
-        else:
-            for memory in offered:
-                if memory.device == device:
-                    return memory
-        raise ConfigError(
-            f"no trainer rank has filled a buffer on GPU {device} of rank {rank} of {self._info.model}",
-            hint="ipc needs a trainer rank on each of the engine's GPUs; use broadcast otherwise",
-        )
-
-
-class _Meta(msgspec.Struct):
-    input_token_logprobs: list[tuple[float, int]] | None = None
-
-
-class _Generated(msgspec.Struct):
-    meta_info: _Meta
+        needs = "to score a prompt it needs version 0.17 and --logprobs-mode raw_logprobs"
+        return prompt_logprobs((yield post("/generate", body)), token_ids, engine="LMDeploy", needs=needs)
 
 
 class _Said(msgspec.Struct):
@@ -234,21 +175,9 @@ class _Said(msgspec.Struct):
     message: str = ""
 
 
-def _table(layout: BucketLayout, group: str) -> dict[str, Any]:
-    """Fields of a bucket, which the engine cuts end to end in this order."""
-    return {
-        "names": [slot.spec.name for slot in layout.slots],
-        "dtypes": [slot.spec.dtype for slot in layout.slots],
-        "shapes": [list(slot.spec.shape) for slot in layout.slots],
-        "group_name": group,
-        "load_format": _FLAT,
-        "finished": False,
-    }
-
-
 def _post(path: str, body: dict[str, Any]) -> Generator[EngineRequest, bytes, None]:
     """Sends a request whose answer has a ``success`` field, and checks that field."""
-    reply = yield EngineRequest(path=path, body=msgspec.json.encode(body))
+    reply = yield post(path, body)
     try:
         said = msgspec.json.decode(reply, type=_Said)
     except msgspec.MsgspecError as error:
@@ -258,17 +187,7 @@ def _post(path: str, body: dict[str, Any]) -> Generator[EngineRequest, bytes, No
 
 
 def _is_asleep() -> Generator[EngineRequest, bytes, bool]:
-    reply = yield EngineRequest(method="GET", path="/is_sleeping")
-    try:
-        return msgspec.json.decode(reply, type=dict[str, bool])["is_sleeping"]
-    except (msgspec.MsgspecError, KeyError) as error:
-        raise WireError(f"LMDeploy's answer to /is_sleeping has another form: {error}") from None
-
-
-def _receiver_status() -> Generator[EngineRequest, bytes, dict[str, Any]]:
-    try:
-        return msgspec.json.decode(
-            (yield EngineRequest(method="GET", path="/update_weights_from_ipc")), type=dict[str, Any]
-        )
-    except (TargetRejected, msgspec.MsgspecError):
-        return {}
+    answer = (yield from object_at("/is_sleeping")) or {}
+    if not isinstance(answer.get("is_sleeping"), bool):
+        raise WireError("LMDeploy's answer to /is_sleeping has another form")
+    return answer["is_sleeping"]

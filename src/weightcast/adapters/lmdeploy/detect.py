@@ -12,11 +12,12 @@ from typing import Any, cast
 import msgspec
 
 from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
+from weightcast.adapters.requests import JsonObject, object_at
 from weightcast.adapters.stock import stock_info
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetRejected
-from weightcast.protocols import Adapter
+from weightcast.protocols import Kind, LoadMetrics
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
 
@@ -29,42 +30,43 @@ _RAY = "start it with --distributed-executor-backend ray, the only one that take
 _MAX_LABEL = 200
 _NOT_ABORT: tuple[PauseMode, ...] = ("retract", "in_place", "wait")
 _ONLY_SLEEP = 'LMDeploy\'s only pause is sleep, which drops every request; use pause="abort" (--pause abort)'
-Answer = dict[str, Any]
-Asking = Generator[EngineRequest, bytes, Answer | None]
 
 
-class LmdeployKind:
+class LmdeployKind(Kind):
     """Unpatched LMDeploy."""
 
     name = "lmdeploy"
+    speaks = LmdeployAdapter
+    receiver_page = "docs/engines/lmdeploy-receiver.md"
+    load = LoadMetrics(
+        running="lmdeploy:num_requests_running",
+        waiting="lmdeploy:num_requests_waiting",
+        tokens="lmdeploy:generation_tokens_total",
+    )
 
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
-        sleeping = yield from _get("/is_sleeping")
+        sleeping = yield from object_at("/is_sleeping")
         if sleeping is None or not isinstance(sleeping.get("is_sleeping"), bool):
             return None
-        models = yield from _get("/v1/models")
+        models = yield from object_at("/v1/models")
         served = _first_model(models)
         if served.get("owned_by") != "lmdeploy" and not (yield from _has_its_routes()):
             return None
-        status = yield from _get(_STATUS)
-        sizes = yield from _get("/distserve/engine_info")
+        status = yield from _receiver()
+        sizes = yield from object_at("/distserve/engine_info")
         refusal = yield from _status_of_unknown_group()
         metrics = yield from _metrics()
         model, asleep = str(served.get("id") or "?"), bool(sleeping["is_sleeping"])
         return describe(url, model, asleep, status, sizes, refusal, metrics)
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return LmdeployAdapter(info)
 
 
 def describe(
     url: str,
     model: str,
     asleep: bool,
-    status: Answer | None,
-    sizes: Answer | None,
+    status: JsonObject | None,
+    sizes: JsonObject | None,
     refusal: int,
     metrics: Mapping[bytes, float],
 ) -> EngineInfo:
@@ -72,8 +74,8 @@ def describe(
 
     Args:
         asleep: True while some of its memory is released.
-        status: Answer to ``GET /update_weights_from_ipc``; None before 0.17.
-        sizes: Answer to ``/distserve/engine_info``, or None.
+        status: JsonObject to ``GET /update_weights_from_ipc``; None before 0.17.
+        sizes: JsonObject to ``/distserve/engine_info``, or None.
         refusal: HTTP status with which it refused to destroy a group that it does not have.
         metrics: Largest value of each metric; empty without metrics.
     """
@@ -118,7 +120,7 @@ def describe(
     )
 
 
-def _usable_transports(status: Answer, refusal: int) -> tuple[list[str], list[str]]:
+def _usable_transports(status: JsonObject, refusal: int) -> tuple[list[str], list[str]]:
     transports: list[str] = []
     messages: list[str] = []
     if refusal == 400:  # its ranks looked for the group, so every rank can take weights
@@ -140,12 +142,12 @@ def _usable_transports(status: Answer, refusal: int) -> tuple[list[str], list[st
     return [*transports, *received], messages
 
 
-def _receiver_transports(status: Answer) -> list[str]:
+def _receiver_transports(status: JsonObject) -> list[str]:
     """Transports that the server's own weight receiver can use, whose status this is."""
     return ["checkpoint-engine"] if status.get("checkpoint_engine_version") else []
 
 
-def _in_rank_order(status: Answer) -> list[str]:
+def _in_rank_order(status: JsonObject) -> list[str]:
     uuids = [str(uuid) for uuid in status.get("device_uuids") or ()]
     ranks = [int(rank) for rank in status.get("worker_ranks") or ()]
     if len(ranks) != len(uuids):
@@ -154,25 +156,25 @@ def _in_rank_order(status: Answer) -> list[str]:
     return [uuid.removeprefix("GPU-")[:_MAX_LABEL] for uuid in in_order]
 
 
-def _attention_tp(sizes: Answer) -> int:
+def _attention_tp(sizes: JsonObject) -> int:
     """Tensor-parallel ranks behind this URL; with data parallelism each replica has its own server."""
     return max(1, _size(sizes, "tp_size") // _size(sizes, "dp_size"))
 
 
-def _size(sizes: Answer | None, name: str) -> int:
+def _size(sizes: JsonObject | None, name: str) -> int:
     size = (sizes or {}).get(name)
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def _first_model(models: Answer | None) -> Answer:
+def _first_model(models: JsonObject | None) -> JsonObject:
     data: Any = (models or {}).get("data")
     first: Any = data[0] if isinstance(data, list) and data else None
-    return cast(Answer, first) if isinstance(first, dict) else {}
+    return cast(JsonObject, first) if isinstance(first, dict) else {}
 
 
 def _has_its_routes() -> Generator[EngineRequest, bytes, bool]:
     """True for LMDeploy's routes; vLLM has ``/is_sleeping`` too, but calls the other route ``/wake_up``."""
-    schema = yield from _get("/openapi.json")
+    schema = yield from object_at("/openapi.json")
     paths: Any = (schema or {}).get("paths")
     return isinstance(paths, dict) and {"/wakeup", "/update_weights"} <= paths.keys()
 
@@ -209,22 +211,9 @@ def _metrics() -> Generator[EngineRequest, bytes, dict[bytes, float]]:
     return found
 
 
-def _get(path: str) -> Asking:
-    """The JSON object behind a route, also if it is encoded as a string; None without an object."""
+def _receiver() -> Generator[EngineRequest, bytes, JsonObject | None]:
+    """The state of the server's own weight receiver; None before 0.17."""
     try:
-        body = yield EngineRequest(method="GET", path=path, timeout_s=_BUSY_S if path == _STATUS else None)
-    except TargetRejected as error:
-        if error.status in (401, 403):
-            raise
-        return None
+        return (yield from object_at(_STATUS, timeout_s=_BUSY_S))
     except DeadlineExceeded:
-        if path != _STATUS:
-            raise
         return {}  # the route exists, and the ranks are busy
-    try:
-        answer = msgspec.json.decode(body)
-        if isinstance(answer, str):
-            answer = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
-        return None
-    return cast(Answer, answer) if isinstance(answer, dict) else None

@@ -6,8 +6,9 @@ Indices are in elements of the bucket's dtype.
 
 from __future__ import annotations
 
+from weightcast.adapters.flattened import metadata
 from weightcast.comm import pickle_writer
-from weightcast.comm.pickle_writer import boolean, integer, integers, listing, mapping, namespace, raw, text
+from weightcast.comm.pickle_writer import boolean, listing, mapping, raw
 from weightcast.comm.shared_buckets import TorchMemory
 from weightcast.comm.torch_reductions import reduced_storage
 from weightcast.errors import ConfigError
@@ -23,21 +24,8 @@ def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -
     ``handle`` is False if the rank has mapped the buffer for this dtype already.
     """
     dtype = check_readable(layout, memory)
-    itemsize = DTYPES[dtype].itemsize
-    entries = [
-        namespace(
-            [
-                ("name", text(slot.spec.name)),
-                ("shape", integers(slot.spec.shape)),
-                ("dtype", pickle_writer.name("torch", dtype)),
-                ("start_idx", integer((memory.first_byte + slot.offset_bytes) // itemsize)),
-                ("end_idx", integer((memory.first_byte + slot.end_bytes) // itemsize)),
-                ("numel", integer(slot.spec.numel)),
-            ]
-        )
-        for slot in layout.slots
-    ]
-    content = [("metadata", listing(entries)), ("require_clone", boolean(False))]
+    table = metadata(layout, first_byte=memory.first_byte, unit_bytes=DTYPES[dtype].itemsize)
+    content = [("metadata", table), ("require_clone", boolean(False))]
     if handle:
         content.append(("flattened_tensor", reduced_storage(memory, dtype)))
         if memory.turn:

@@ -11,11 +11,11 @@ from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import TargetRejected, WireError
-from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.protocols import Adapter, Invitation, Meeting
 from weightcast.wire.answers import UNKNOWN_PLAN
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.layout import BucketLayout, Packing
 from weightcast.wire.messages import (
     Abort,
     Leave,
@@ -26,34 +26,24 @@ from weightcast.wire.messages import (
 from weightcast.wire.source_tables import name_of_source
 
 
-class NativeAdapter:
+class NativeAdapter(Adapter):
     """Sends the messages of ``wire.messages`` unchanged."""
 
     packing = Packing(alignment_bytes=256, one_dtype=False, slices=True)
-    sharing: Sharing = "weightcast"
     meeting: Meeting = "weightcast"
     in_flight = 2
     proves: frozenset[Literal["received", "resident"]] = frozenset(("received", "resident"))
     leased = True
+    prepares = True
+    reverts = True
 
     def __init__(self, info: EngineInfo, root: str = "") -> None:
         """The routes are below ``root``: the path of one LoRA adapter, or nothing for the engine's model."""
-        self._info = info
+        super().__init__(info)
         self._root = root
         self._plan = ""  # hash of the plan of the session
         self._sent = ""  # hash of the plan that the engine took last
         self._sources: dict[int, str] = {}  # hash of each bucket's source that the engine took last
-
-    def renew(self, info: EngineInfo) -> None:
-        """As ``Adapter.renew``."""
-        self._info = info
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """The tensors that the engine lists."""
-        return self._info.specs
-
-    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
-        """Accepts everything."""
 
     def open(self, message: Open) -> Steps:
         """Starts a session; the open stream of the answer is its lease.
@@ -66,7 +56,7 @@ class NativeAdapter:
         return ack
 
     def prepare(self, message: Prepare) -> Steps:
-        """As ``protocols.Preparing.prepare``."""
+        """As ``Adapter.prepare``."""
         ack = yield from self._told("apply", message, known=message.plan.hash == self._sent)
         self._sent = message.plan.hash
         for index, source in enumerate(message.sources):

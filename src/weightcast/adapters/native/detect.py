@@ -7,23 +7,30 @@ from collections.abc import Generator
 import msgspec
 
 from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.adapters.requests import NO_ROUTE
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Adapter
+from weightcast.protocols import Adapter, Kind, LoadMetrics
 from weightcast.wire.adapters import ADAPTERS, KIND, AdapterRequest, adapter_path
 from weightcast.wire.codec import decode_info, specs_hash
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import PROTOCOL
 
 _MAX_INFOS = 1 << 14
-_NO_ROUTE = (404, 405)
 _REFUSED = 409
 
 
-class NativeKind:
+class NativeKind(Kind):
     """The reference engine, and every engine that runs our receiver as a plug-in."""
 
     name = "native"
+    speaks = NativeAdapter
+    has_receiver = True
+    load = LoadMetrics(
+        running="weightcast_requests_running",
+        waiting="weightcast_requests_waiting",
+        tokens="weightcast_generated_tokens_total",
+    )
 
     def __init__(self) -> None:
         self._infos: dict[str, EngineInfo] = {}  # last description by URL: its specs need not come again
@@ -37,7 +44,7 @@ class NativeKind:
             try:
                 body = yield EngineRequest(method="GET", path=f"/weightcast/info{table and '?specs=' + table}")
             except TargetRejected as error:
-                if error.status in (404, 405):
+                if error.status in NO_ROUTE:
                     return None
                 raise
             try:
@@ -50,10 +57,6 @@ class NativeKind:
             self._infos.clear()
         self._infos[url] = info
         return info
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return NativeAdapter(info)
 
 
 def described(url: str, path: str, body: bytes) -> EngineInfo:
@@ -70,10 +73,12 @@ def described(url: str, path: str, body: bytes) -> EngineInfo:
     return info
 
 
-class NativeAdapterKind:
+class NativeAdapterKind(Kind):
     """One LoRA adapter of an engine with our receiver."""
 
     name = KIND
+    speaks = NativeAdapter
+    has_receiver = True
 
     def __init__(self, request: AdapterRequest | None = None) -> None:
         self._request = request
@@ -85,7 +90,7 @@ class NativeAdapterKind:
             yield EngineRequest(method="GET", path="/weightcast/status")
             body = yield EngineRequest(path=ADAPTERS, body=msgspec.json.encode(self._request))
         except TargetRejected as error:
-            if error.status in _NO_ROUTE:
+            if error.status in NO_ROUTE:
                 raise ConfigError(
                     f"{url} takes no LoRA adapter in memory; vLLM with weightcast's plug-in does",
                     hint="send the merged weights: connect without adapter=",

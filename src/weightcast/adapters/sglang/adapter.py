@@ -13,25 +13,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator, Sequence
-from typing import Literal
 
 import msgspec
 import torch
 
+from weightcast.adapters.flattened import FLATTENED, bucket_body, group_body
+from weightcast.adapters.requests import NO_ROUTE
 from weightcast.adapters.sglang.checksums import Checksums, compared, lacks_prefix, parsed
 from weightcast.adapters.sglang.payload import bucket_payload
-from weightcast.adapters.stock import TAKES_IMAGES, StockAdapter, check_encoders, group_body
+from weightcast.adapters.stock import TAKES_IMAGES, StockAdapter, check_encoders, prompt_logprobs
 from weightcast.comm.pickle_writer import listing, pickled_base64
 from weightcast.comm.run_steps import EngineRequest, Steps
-from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.comm.shared_buckets import Shared, memory_of_ranks
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
-from weightcast.wire.answers import Ack
+from weightcast.protocols import Delivery, Invitation, Sharing
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Close, Commit, Open
+from weightcast.wire.messages import Commit, Open
 
-_ABSENT = (404, 405)
 KEEPS_DRAFT = "its draft model is not updated: answers stay right, and fewer of its tokens are accepted"
 # SGLang's cache of encoded images, in MB, which it tells nobody.
 _IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
@@ -39,7 +38,6 @@ _IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 _SETTLE_S = 5.0
 # An empty list of tensors; loading it changes nothing.
 _NO_TENSORS = pickled_base64(listing([]))
-_BUCKET = "flattened_bucket"
 _IN_SESSION = ("group", "memory")
 # SGLang has no pause that waits for running requests: see `_wait_for_requests`.
 _PAUSE_WORDS = {"abort": "abort", "retract": "retract", "in_place": "in_place", "wait": "retract"}
@@ -50,7 +48,7 @@ class SglangAdapter(StockAdapter):
 
     packing = Packing(alignment_bytes=1, one_dtype=False, slices=False, gapless=True)
     sharing: Sharing = "torch"
-    meeting: Meeting = "torch"
+    sees_change = True
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
@@ -60,13 +58,8 @@ class SglangAdapter(StockAdapter):
         self._has_checker: bool | None = None
         self._groups: set[str] = set()
         self._session_open = False
-        self._delivery: Delivery = "group"
-        self._paused_at = 0.0
         self._buckets = 0
-        # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
-        self._mixed = info.paused
         self._pause = "abort"
-        self._version = 0
         self._wants_checksum = False
         self._checksums = Checksums()
         self._sent: tuple[str, ...] = ()
@@ -79,13 +72,13 @@ class SglangAdapter(StockAdapter):
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
-                f"{self._info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
+                f"{self.info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
                 hint="leave them out of the export",
             )
-        check_encoders(self._info, specs)
-        _check_image_cache(self._info)
-        _check_fp8(self._info, specs, delivery=delivery)
-        on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
+        check_encoders(self.info, specs)
+        _check_image_cache(self.info)
+        _check_fp8(self.info, specs, delivery=delivery)
+        on_gpu = any(rank.device != "cpu" for rank in self.info.ranks)
         if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
             raise ConfigError(
                 "NCCL_CUMEM_ENABLE is not set in the trainer, and SGLang sets it to 0 for itself: the rendezvous would "
@@ -113,13 +106,13 @@ class SglangAdapter(StockAdapter):
         yield from self._pause_and_flush()
         if self._delivery in _IN_SESSION:
             yield from self._begin_session()
-        return self._ack(checksum=self._checksums.whole)
+        return self._updating(checksum=self._checksums.whole)
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; SGLang answers when every member has joined."""
         self._groups.add(invitation.join.group)
         yield _post("/init_weights_update_group", **group_body(invitation.join))
-        return self._ack()
+        return self._updating()
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Sends a bucket from a group or from shared memory, without a flush of the prefix cache."""
@@ -128,30 +121,27 @@ class SglangAdapter(StockAdapter):
         if group is not None:
             yield _post(
                 "/update_weights_from_distributed",
-                names=[slot.spec.name for slot in layout.slots],
-                dtypes=[slot.spec.dtype for slot in layout.slots],
-                shapes=[slot.shape for slot in layout.slots],
-                group_name=group,
-                load_format=_BUCKET,
+                **bucket_body(layout, group),
                 flush_cache=False,
                 **self._selector,
             )
         else:
+            memories = memory_of_ranks(self.info, [item.torch for item in shared])
             yield _post(
                 "/update_weights_from_tensor",
-                serialized_named_tensors=[bucket_payload(layout, memory) for memory in self._memory_of_ranks(shared)],
-                load_format=_BUCKET,
+                serialized_named_tensors=[bucket_payload(layout, memory) for memory in memories],
+                load_format=FLATTENED,
                 flush_cache=False,
                 **self._selector,
             )
-        return self._ack()
+        return self._updating()
 
     def handles(self, addresses: dict[str, str]) -> Steps:
-        """As ``transports.checkpoint_engine.TakesHandles.handles``; SGLang wants no session here."""
+        """As ``Adapter.handles``; SGLang wants no session here."""
         self._buckets += 1
         self._mixed = True
         yield _post("/update_weights_from_ipc", zmq_handles=addresses, flush_cache=False)
-        return self._ack()
+        return self._updating()
 
     def load_folder(self, session: str, folder: str) -> Steps:
         """Loads a checkpoint folder.  The server then reports the folder as its model path."""
@@ -159,15 +149,10 @@ class SglangAdapter(StockAdapter):
         self._mixed = True
         yield _post("/update_weights_from_disk", model_path=folder, flush_cache=False)
         yield from self._wait_for_all_ranks()  # rank 0 alone has answered, and the caller deletes the folder next
-        return self._ack()
-
-    def close(self, message: Close) -> Steps:
-        """Sends nothing: SGLang has answered for every bucket already."""
-        yield from ()
-        return self._ack()
+        return self._updating()
 
     def expect_change(self, changed: bool) -> None:
-        """As ``protocols.SeesChange.expect_change``."""
+        """As ``Adapter.expect_change``."""
         self._expects_change = changed
 
     def commit(self, message: Commit) -> Steps:
@@ -188,12 +173,11 @@ class SglangAdapter(StockAdapter):
             if checksum and checksum == self._checksums.whole:
                 self._check_taken(checksums)
             if checksum:
-                words = compared(self._checksums, checksums, ranks=self._info.tp_size, sent=self._sent)
+                words = compared(self._checksums, checksums, ranks=self.info.tp_size, sent=self._sent)
         yield from self._stamp()
         yield _post("/continue_generation", torch_empty_cache=False)
-        self._mixed = False
-        stall_s = time.monotonic() - self._paused_at
-        return self._ack(version=self._version, stall_s=stall_s, message=words, checksum=checksum)
+        kept = ("the draft model",) if self._selector else ()
+        return self._committed(message=words, checksum=checksum, not_updated=kept)
 
     def abort(self, session: str, reason: str) -> Steps:
         """Resumes the engine if no bucket has changed its weights; otherwise it stays paused."""
@@ -204,10 +188,9 @@ class SglangAdapter(StockAdapter):
             except TargetRejected:
                 if not self._buckets:
                     raise
-        if self._mixed:
-            return self._ack(state="quarantined")
-        yield _post("/continue_generation", torch_empty_cache=False)
-        return self._ack()
+        if not self._mixed:
+            yield _post("/continue_generation", torch_empty_cache=False)
+        return self._ended()
 
     def leave(self, group: str | None) -> Steps:
         """Leaves the group; SGLang unmaps shared buffers by itself after each bucket."""
@@ -218,7 +201,7 @@ class SglangAdapter(StockAdapter):
             except TargetRejected as error:
                 if error.status != 400:  # 400: the join never completed
                     raise
-        return self._ack()
+        return self._updating()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Scores a prompt with ``/generate``, which has to generate one token; that token is dropped."""
@@ -229,14 +212,7 @@ class SglangAdapter(StockAdapter):
             return_logprob=True,
             logprob_start_len=0,
         )
-        try:
-            scored = msgspec.json.decode(reply)["meta_info"]["input_token_logprobs"]
-            found = [(float(entry[0]), int(entry[1])) for entry in scored[1:]]
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise WireError(f"SGLang's answer to /generate has no log-probabilities of the prompt: {error}") from None
-        if [token for _, token in found] != list(token_ids[1:]):
-            raise WireError("SGLang's answer to /generate has log-probabilities of other tokens than were sent")
-        return [logprob for logprob, _ in found]
+        return prompt_logprobs(reply, token_ids, engine="SGLang")
 
     # -- parts of a step
 
@@ -269,7 +245,7 @@ class SglangAdapter(StockAdapter):
             if error.status != 400:
                 raise
             raise TargetRejected(
-                f"{self._info.engine} does not flush its prefix cache with the requests that pause={self._pause!r} "
+                f"{self.info.engine} does not flush its prefix cache with the requests that pause={self._pause!r} "
                 f"keeps: {error}",
                 url=error.url,
                 hint='use pause="abort" (--pause abort), or start SGLang with --disable-radix-cache',
@@ -279,7 +255,7 @@ class SglangAdapter(StockAdapter):
     @property
     def _no_prefix_cache(self) -> bool:
         """True if the server runs without a prefix cache; ``detect.describe`` then allows ``in_place``."""
-        return "in_place" not in self._info.no_pause
+        return "in_place" not in self.info.no_pause
 
     def _wait_for_requests(self) -> Generator[EngineRequest, bytes, None]:
         """Waits until running requests have ended, and holds back new ones meanwhile.
@@ -291,7 +267,7 @@ class SglangAdapter(StockAdapter):
         try:
             yield _post(
                 "/update_weights_from_tensor",
-                serialized_named_tensors=[_NO_TENSORS] * self._info.tp_size,
+                serialized_named_tensors=[_NO_TENSORS] * self.info.tp_size,
                 flush_cache=False,
             )
         except TargetRejected as error:
@@ -300,7 +276,7 @@ class SglangAdapter(StockAdapter):
 
     def _wait_for_all_ranks(self) -> Generator[EngineRequest, bytes, None]:
         """Asks for a checksum, which every rank answers only after its earlier work."""
-        if self._info.tp_size > 1:
+        if self.info.tp_size > 1:
             yield _post("/weights_checker", action="checksum")
 
     def _begin_session(self) -> Generator[EngineRequest, bytes, None]:
@@ -309,7 +285,7 @@ class SglangAdapter(StockAdapter):
         try:
             yield _post("/begin_weight_update", **self._selector)
         except TargetRejected as error:
-            if error.status in _ABSENT:
+            if error.status in NO_ROUTE:
                 self._has_sessions = False
                 return
             if error.status != 400:
@@ -327,54 +303,18 @@ class SglangAdapter(StockAdapter):
         try:
             reply = yield _post("/weights_checker", action="checksum", **self._selector)
         except TargetRejected as error:
-            if error.status in _ABSENT:
+            if error.status in NO_ROUTE:
                 self._has_checker = False
             return Checksums()  # SGLang cannot hash some models; the update goes on without a checksum
         self._has_checker = True
-        return parsed(reply, self._info.tp_size)
+        return parsed(reply, self.info.tp_size)
 
     def _stamp(self) -> Generator[EngineRequest, bytes, None]:
         try:
             yield _post("/update_weight_version", new_version=str(self._version), abort_all_requests=False)
         except TargetRejected as error:
-            if error.status not in _ABSENT:
+            if error.status not in NO_ROUTE:
                 raise
-
-    def _memory_of_ranks(self, shared: Sequence[Shared]) -> list[TorchMemory]:
-        """For each rank the handle that was made for it, to the buffer on its own GPU."""
-        found: list[TorchMemory] = []
-        for rank in self._info.ranks:
-            near = [item for item in shared if item.torch and item.torch[0].device == rank.device]
-            # Without a UUID, the engine's ranks sit on the trainer's GPUs, in the same order.
-            if not near and rank.device == "cuda":
-                near = list(shared[rank.rank : rank.rank + 1])
-            if not near:
-                there = ", ".join(item.torch[0].device for item in shared if item.torch)
-                raise WireError(
-                    f"no buffer is on {rank.device}, the GPU of rank {rank.rank}; buffers are on {there or 'no GPU'}"
-                )
-            found.append(near[0].torch[rank.rank])
-        return found
-
-    def _ack(
-        self,
-        *,
-        state: Literal["serving", "quarantined"] = "serving",
-        version: int | None = None,
-        stall_s: float = 0.0,
-        message: str = "",
-        checksum: str = "",
-    ) -> Ack:
-        return Ack(
-            ok=True,
-            state=state,
-            version=version if version is not None else self._info.version,
-            ranks=self._info.tp_size,
-            stall_s=stall_s,
-            message=message,
-            checksum=checksum,
-            not_updated=("the draft model",) if self._selector else (),
-        )
 
 
 def _post(path: str, **body: object) -> EngineRequest:

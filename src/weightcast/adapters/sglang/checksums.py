@@ -19,7 +19,7 @@ class _Rank(msgspec.Struct):
     checksums: dict[str, str] = {}
 
 
-class _Answer(msgspec.Struct):
+class _ChecksumAnswer(msgspec.Struct):
     per_engine_checksum: str | None = None
     ranks: list[_Rank] | None = None
 
@@ -39,7 +39,7 @@ class Checksums(msgspec.Struct, frozen=True):
 def parsed(reply: bytes, ranks: int) -> Checksums:
     """Reads the answer of ``/weights_checker``; empty if it is not from all ranks."""
     try:
-        answer = msgspec.json.decode(reply, type=_Answer)
+        answer = msgspec.json.decode(reply, type=_ChecksumAnswer)
     except msgspec.MsgspecError:
         return Checksums()
     found: dict[str, tuple[str, ...]] = {}

@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Generator
-from typing import Any
 
 import msgspec
 
+from weightcast.adapters.requests import JsonObject, object_at
 from weightcast.adapters.sglang.adapter import KEEPS_DRAFT, SglangAdapter
-from weightcast.adapters.stock import TAKES_IMAGES, stock_info
+from weightcast.adapters.stock import TAKES_IMAGES, number_of, stock_info
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
 from weightcast.errors import TargetRejected
-from weightcast.protocols import Adapter
+from weightcast.protocols import Kind, LoadMetrics
 from weightcast.wire.engine_info import EngineInfo
 
 # SGLang computes the scales of these formats when it starts; an update would leave the old scales.
@@ -36,32 +36,34 @@ _OUTSIDE = {
     "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
     "enable_mm_global_cache": "--enable-mm-global-cache",
 }
-Answer = dict[str, Any]
 
 
-class SglangKind:
+class SglangKind(Kind):
     """Unpatched SGLang."""
 
     name = "sglang"
+    speaks = SglangAdapter
+    receiver_page = "docs/engines/sglang-receiver.md"
+    load = LoadMetrics(
+        running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+        tokens="sglang:generation_tokens_total",
+    )
 
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
-        server = yield from _either("/server_info", "/get_server_info")
+        server = (yield from object_at("/server_info")) or (yield from object_at("/get_server_info"))
         # vLLM has a /server_info too; only SGLang's has `tp_size` at the top level.
         if server is None or not isinstance(server.get("tp_size"), int):
             return None
-        model = yield from _either("/model_info", "/get_model_info")
+        model = (yield from object_at("/model_info")) or (yield from object_at("/get_model_info"))
         if model is None:
             return None
         paused = yield from _is_paused()
         return describe(url, server, model, paused=paused)
 
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return SglangAdapter(info)
 
-
-def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> EngineInfo:
+def describe(url: str, server: JsonObject, model: JsonObject, *, paused: bool) -> EngineInfo:
     """Describes a server by its ``/server_info`` and ``/model_info``; it is paused if its ``/ready`` answers 503."""
     tp_size = int(server["tp_size"])
     device = "cpu" if server.get("device") == "cpu" else "cuda"
@@ -72,7 +74,7 @@ def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> Engine
         [device] * tp_size,
         engine=f"sglang {server.get('version', '?')}"[:200],
         model=str(model.get("served_model_name") or model.get("model_path") or "?")[:200],
-        version=int(weight_version) if weight_version.isascii() and weight_version.isdigit() else None,
+        version=number_of(weight_version),
         transports=transports,
         message="; ".join(messages),
         paused=paused,
@@ -86,14 +88,14 @@ def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> Engine
     )
 
 
-def _has_own_draft(server: Answer) -> bool:
+def _has_own_draft(server: JsonObject) -> bool:
     """Returns True for a draft model with a checkpoint of its own, and not for the model's own MTP layers."""
     algorithm = str(server.get("speculative_algorithm") or "")
     path = server.get("speculative_draft_model_path")
     return bool(algorithm) and algorithm.upper() not in _WITHOUT_DRAFT and path not in (None, server.get("model_path"))
 
 
-def _hazards(server: Answer, model: Answer) -> tuple[str, ...]:
+def _hazards(server: JsonObject, model: JsonObject) -> tuple[str, ...]:
     found: list[str] = []
     if _has_own_draft(server):
         found.append(KEEPS_DRAFT)
@@ -107,7 +109,7 @@ def _hazards(server: Answer, model: Answer) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _instance(server: Answer) -> str:
+def _instance(server: JsonObject) -> str:
     """A digest that differs from one start of the server to the next.
 
     It covers the random seed, which SGLang draws at each start, and the measured start-up times.  Older servers have no
@@ -120,7 +122,7 @@ def _instance(server: Answer) -> str:
     return hashlib.sha256(text).hexdigest()[:32]
 
 
-def _no_pause(server: Answer) -> dict[PauseMode, str]:
+def _no_pause(server: JsonObject) -> dict[PauseMode, str]:
     """Refused pause modes, with reasons: after these the prefix cache could give old results to later requests."""
     if server.get("disable_radix_cache") is True:
         return {}
@@ -148,7 +150,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in found.groups()) if found else _FLUSHES_WITH_REQUESTS_WAITING
 
 
-def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
+def _usable_transports(server: JsonObject) -> tuple[tuple[str, ...], list[str]]:
     messages: list[str] = []
     keys = {key for name in ("api_key", "admin_api_key") if (key := server.get(name))}
     if len(keys) > 1:
@@ -188,25 +190,6 @@ def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
     # The server does not tell whether checkpoint-engine is installed; a missing one fails at the first update.
     more = () if server.get("device") == "cpu" else ("checkpoint-engine",)
     return ("ipc", "broadcast", "disk", *more), messages
-
-
-def _either(path: str, older: str) -> Generator[EngineRequest, bytes, Answer | None]:
-    """The JSON object behind one of two routes, or None."""
-    for route in (path, older):
-        try:
-            body = yield EngineRequest(method="GET", path=route)
-        except TargetRejected as error:
-            if error.status in (404, 405):
-                continue
-            if error.status in (401, 403):
-                raise
-            return None
-        try:
-            answer = msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            return None
-        return answer if isinstance(answer, dict) else None
-    return None
 
 
 def _is_paused() -> Generator[EngineRequest, bytes, bool]:

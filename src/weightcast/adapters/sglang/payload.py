@@ -5,15 +5,14 @@ SGLang's unpickler allows only the names of its own list; all names here are on 
 
 from __future__ import annotations
 
+from weightcast.adapters.flattened import metadata
 from weightcast.comm.pickle_writer import (
     boolean,
     call,
     integer,
     integers,
-    listing,
     mapping,
     name,
-    namespace,
     pickled_base64,
     raw,
     sequence,
@@ -33,25 +32,7 @@ def bucket_payload(layout: BucketLayout, memory: TorchMemory) -> str:
     The bucket has whole tensors only, and torch's handle is for this rank alone.
     """
     tensor = _cuda_tensor(layout, memory) if memory.kind == "cuda" else _cpu_tensor(layout, memory)
-    return pickled_base64(mapping([("flattened_tensor", tensor), ("metadata", _metadata(layout))]))
-
-
-def _metadata(layout: BucketLayout) -> bytes:
-    return listing(
-        [
-            namespace(
-                [
-                    ("name", text(slot.spec.name)),
-                    ("shape", integers(slot.shape)),
-                    ("dtype", name("torch", slot.spec.dtype)),
-                    ("start_idx", integer(slot.offset_bytes)),
-                    ("end_idx", integer(slot.end_bytes)),
-                    ("numel", integer(slot.size_bytes)),
-                ]
-            )
-            for slot in layout.slots
-        ]
-    )
+    return pickled_base64(mapping([("flattened_tensor", tensor), ("metadata", metadata(layout))]))
 
 
 def _cpu_tensor(layout: BucketLayout, memory: TorchMemory) -> bytes:

@@ -13,10 +13,10 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from weightcast.adapters.requests import if_there, post, succeeds
 from weightcast.adapters.stock import StockAdapter, check_encoders
 from weightcast.adapters.vllm import requests
 from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
-from weightcast.adapters.vllm.requests import if_there, post, succeeds
 from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
@@ -25,7 +25,7 @@ from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Close, Commit, Open
+from weightcast.wire.messages import Commit, Open
 from weightcast.wire.vllm_versions import vllm_version
 
 _SHUTDOWN = post("/shutdown_weight_transfer_engine")
@@ -49,35 +49,30 @@ class VllmAdapter(StockAdapter):
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self._facts = Facts()
-        self._paused_s = 0.0  # time.monotonic() of the pause; 0 if this session has not paused the engine
         self._started = False
-        # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
-        self._mixed = info.paused
-        self._version = 0
-        self._delivery: Delivery = "group"
         self._in_group = False
         self._told_packed = False
         self._update_fields: Mapping[str, Any] = {}  # fields that this version wants in every update
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``; keeps the delivery for ``open``."""
-        check_encoders(self._info, specs)
+        check_encoders(self.info, specs)
         self._delivery = delivery
 
     def open(self, message: Open) -> Steps:
         """Pauses the engine and starts an update; ``ConfigError`` if a cache would give results of the old weights."""
         self._version = message.version
         self._started = False
-        self._paused_s = 0.0
+        self._paused_at = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         why = self._facts.never_emptied or self._facts.no_pause().get(message.pause)
         if why:
             raise ConfigError(
-                f"{self._info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
+                f"{self.info.engine} cannot be updated with pause={message.pause!r}: {why}; nothing was changed"
             )
         started = time.monotonic()
         yield from requests.pause(message.pause)
-        self._paused_s = started
+        self._paused_at = started
         yield from self._start_update()
         return self._updating()
 
@@ -100,7 +95,7 @@ class VllmAdapter(StockAdapter):
         return self._updating()
 
     def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
-        """As ``protocols.Storing.stored``."""
+        """As ``Adapter.stored``."""
         return {ID_KEY: stored_id(unique_id)}
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
@@ -120,11 +115,6 @@ class VllmAdapter(StockAdapter):
             yield post("/update_weights", {"update_info": body})
         return self._updating()
 
-    def close(self, message: Close) -> Steps:
-        """Sends nothing: vLLM has no such step."""
-        yield from ()
-        return self._updating()
-
     def commit(self, message: Commit) -> Steps:
         """Finishes the weight update, stamps the version and resumes."""
         version = str(self._version)
@@ -132,15 +122,7 @@ class VllmAdapter(StockAdapter):
         # Some versions take the version with the finish, some have this route, and some have no versions.
         yield from if_there(post("/update_weight_version", {"new_version": version}))
         yield from requests.resume()
-        self._mixed = False
-        stall_s = time.monotonic() - self._paused_s
-        return Ack(
-            ok=True,
-            version=self._version,
-            ranks=self._info.tp_size,
-            stall_s=stall_s,
-            not_updated=("the draft model",) if self._facts.draft else (),
-        )
+        return self._committed(not_updated=("the draft model",) if self._facts.draft else ())
 
     def abort(self, session: str, reason: str) -> Steps:
         """Resumes the engine if no bucket was sent; the trainer has aborted the group as well.
@@ -149,22 +131,22 @@ class VllmAdapter(StockAdapter):
         """
         self._in_group = False
         if self._mixed or (self._started and not (yield from self._try_finish())):
-            return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)
+            return Ack(ok=True, state="quarantined", ranks=self.info.tp_size)
         self._started = False
-        if self._paused_s:
+        if self._paused_at:
             yield from requests.resume()
-        return Ack(ok=True, ranks=self._info.tp_size)
+        return self._ended()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Asks ``/v1/completions`` for ``prompt_logprobs``."""
-        return (yield from requests.score(self._info.model, token_ids))
+        return (yield from requests.score(self.info.model, token_ids))
 
     def leave(self, group: str | None) -> Steps:
         """Releases the communicator or the mapped buffers, if this version has a route for it."""
         self._in_group = False
         self._told_packed = False
         yield from if_there(_SHUTDOWN)
-        return Ack(ok=True, ranks=self._info.tp_size)
+        return Ack(ok=True, ranks=self.info.tp_size)
 
     def _start_update(self) -> Generator[EngineRequest, bytes, None]:
         if self._delivery == "memory" and not self._told_packed:
@@ -185,7 +167,7 @@ class VllmAdapter(StockAdapter):
         self, forms: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> Generator[EngineRequest, bytes, None]:
         """Initialises the backend; ``forms`` pairs ``init_info`` with fields for every update, newest version first."""
-        version = vllm_version(self._info.engine.removeprefix("vllm ")) or _NEW_FORM
+        version = vllm_version(self.info.engine.removeprefix("vllm ")) or _NEW_FORM
         order = list(forms) if version >= _NEW_FORM else list(reversed(forms))
         for number, (init_info, update_fields) in enumerate(order, 1):
             try:
@@ -193,7 +175,7 @@ class VllmAdapter(StockAdapter):
             except TargetRejected as error:
                 if number == len(order) or not any(words in str(error) for words in _OTHER_FORM):
                     raise
-                if self._info.tp_size > 1:
+                if self.info.tp_size > 1:
                     # vLLM has read one worker's refusal.  It would take the other workers' refusals for answers to the
                     # next requests (0.25.1: the second form got the refusal of the first).
                     raise TargetRejected(
@@ -225,6 +207,3 @@ class VllmAdapter(StockAdapter):
         except TargetRejected:
             yield from self._try_finish()
             yield from succeeds(_SHUTDOWN)
-
-    def _updating(self) -> Ack:
-        return Ack(ok=True, state="updating", ranks=self._info.tp_size)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
 
-from weightcast.adapters.stock import stock_info
+from weightcast.adapters.requests import JsonObject, if_there, json_object
+from weightcast.adapters.stock import number_of, stock_info
 from weightcast.adapters.vllm.adapter import VllmAdapter
-from weightcast.adapters.vllm.requests import decoded, if_there
 from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest
-from weightcast.errors import WireError
-from weightcast.protocols import Adapter
+from weightcast.protocols import Kind, LoadMetrics
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
 from weightcast.wire.vllm_versions import INSTALL_NEWER, too_old
 
-Asked = Generator[EngineRequest, bytes, EngineInfo | None]
 
-
-class VllmKind:
+class VllmKind(Kind):
     """Stock vLLM with its own weight transfer."""
 
     name = "vllm"
+    speaks = VllmAdapter
+    receiver_page = "docs/engines/vllm.md"
+    load = LoadMetrics(
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+        tokens="vllm:generation_tokens_total",
+    )
 
-    def recognise(self, url: str) -> Asked:
+    def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
         version = yield from _version()
         if version is None:
@@ -44,7 +47,7 @@ class VllmKind:
             kind=self.name,
             engine=f"vllm {version}",
             model=model,
-            version=_number((weights or {}).get("weight_version")),
+            version=number_of((weights or {}).get("weight_version")),
             transports=() if old else facts.transports(),
             message=f"{old}: {INSTALL_NEWER}" if old else facts.advice(),
             paused=bool((paused or {}).get("is_paused")),
@@ -56,11 +59,7 @@ class VllmKind:
             hazards=facts.hazards(),
         )
 
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """As ``Kind.adapter``."""
-        return VllmAdapter(info)
-
-    def _without_dev_mode(self, url: str, version: str) -> Asked:
+    def _without_dev_mode(self, url: str, version: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """Describes a vLLM server that lacks the routes of an update; None if the server is not vLLM."""
         page = yield from _object("/openapi.json")
         paths = (page or {}).get("paths")
@@ -88,14 +87,7 @@ def _model() -> Generator[EngineRequest, bytes, str]:
         return "unknown"
 
 
-def _object(path: str) -> Generator[EngineRequest, bytes, dict[str, Any] | None]:
+def _object(path: str) -> Generator[EngineRequest, bytes, JsonObject | None]:
     """The JSON object that a GET returns; None without such a route or object."""
     body = yield from if_there(EngineRequest(method="GET", path=path))
-    try:
-        return None if body is None else decoded(body)
-    except WireError:
-        return None
-
-
-def _number(version: object) -> int | None:
-    return int(version) if isinstance(version, str) and version.isdecimal() else None
+    return None if body is None else json_object(body)

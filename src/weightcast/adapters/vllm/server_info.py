@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weightcast.adapters.requests import json_object
 from weightcast.adapters.stock import TAKES_IMAGES
-from weightcast.adapters.vllm.requests import decoded
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
-from weightcast.errors import WireError
 
 SERVER_INFO = EngineRequest(method="GET", path="/server_info?config_format=json")
 Backend = Literal["nccl", "ipc"]
@@ -81,10 +80,7 @@ class Facts:
         """Reads the answer to ``SERVER_INFO``; None if there is no such route."""
         if server_info is None:
             return Facts()
-        try:
-            answer = decoded(server_info)
-        except WireError:
-            return Facts()
+        answer = json_object(server_info) or {}
         config = _table(answer.get("vllm_config"))
         if not config:
             return Facts()

@@ -117,7 +117,7 @@ class EngineUnderTest:
     @property
     def has_receiver(self) -> bool:
         """True if the engine has our receiver."""
-        return self.first.kind == "native"
+        return self.first.has_receiver
 
     @property
     def is_here(self) -> bool:

@@ -181,25 +181,31 @@ def _scores(engine: EngineUnderTest, name: CheckpointName) -> list[float]:
         raise NotApplicable(f"it does not score: {error}") from None
 
 
+# Routes of SGLang and vLLM, and the field of the answer: one checksum, or one for each rank and parameter.
+_CHECKSUMS = (("/weights_checker", "per_engine_checksum"), ("/weight_checker", "checksums"))
+
+
 def _own_checksum(engine: EngineUnderTest) -> str:
     """Returns a stock engine's own checksum over all of its weights.
 
     Raises:
         NotApplicable: It has none.
     """
-    sglang = engine.first.kind == "sglang"
-    if not sglang and not engine.first.kind.startswith("vllm"):
-        raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
-    path = "/weights_checker" if sglang else "/weight_checker"
-    try:
-        reply = engine.client.post_json(path, b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s)
-        answer = msgspec.json.decode(reply, type=dict[str, Any])
-    except (TargetRejected, msgspec.MsgspecError) as error:
-        raise NotApplicable(f"it has no checksum of its own: {error}") from None
-    found = answer.get("per_engine_checksum" if sglang else "checksums")  # vLLM's are one for each rank and parameter
-    if not found:
-        raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
-    return found if sglang else hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()
+    for path, field in _CHECKSUMS:
+        try:
+            reply = engine.client.post_json(path, b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s)
+            found = msgspec.json.decode(reply, type=dict[str, Any]).get(field)
+        except (TargetRejected, msgspec.MsgspecError) as error:
+            if isinstance(error, TargetRejected) and error.status in (404, 405):
+                continue
+            raise NotApplicable(f"it has no checksum of its own: {error}") from None
+        if found:
+            return found if isinstance(found, str) else hashlib.sha256(_sorted(found)).hexdigest()
+    raise NotApplicable("it cannot read its weights back, and has no checksum of its own")
+
+
+def _sorted(checksums: object) -> bytes:
+    return msgspec.json.encode(checksums, order="sorted")
 
 
 def _shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:

@@ -344,8 +344,9 @@ def test_score_checks_that_the_tokens_are_the_given_ones() -> None:
     assert values == [-1.5, -0.25]
     body = json.loads(asked[0].body)
     assert (body["input_ids"], body["logprob_start_len"], body["max_tokens"]) == ([7, 8, 9], 0, 0)
-    with pytest.raises(WireError, match="--logprobs-mode raw_logprobs"):
+    with pytest.raises(WireError, match="log-probabilities of other tokens") as caught:
         talk(adapter.score([7, 8]), b'{"meta_info": {"input_token_logprobs": null}}')
+    assert "--logprobs-mode raw_logprobs" in (caught.value.hint or "")
 
 
 # -- what it is

@@ -563,5 +563,5 @@ class TestEnvelope:
                 assert handle in [argument for _, argument, _ in pickletools.genops(base64.b64decode(payload))]
         away = tuple(msgspec.structs.replace(rank, device="uuid-9") for rank in info.ranks)
         adapter = SglangAdapter(msgspec.structs.replace(info, ranks=away))
-        with pytest.raises(WireError, match="no buffer is on uuid-9, the GPU of rank 0"):
+        with pytest.raises(ConfigError, match="on GPU uuid-9 of rank 0"):
             talk(adapter.bucket("s", LAYOUT, group=None, shared=shared), {})

@@ -20,7 +20,7 @@ from weightcast.plugins.vllm.stores import check_stores, store_outside
 from weightcast.transports.preflight import warn_hazards
 from weightcast.update.diagnose import _staging, hazards
 from weightcast.wire.codec import decode_info, encode
-from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.engine_info import NO_RECEIVER, EngineInfo
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -48,7 +48,7 @@ def info(**changes: Any) -> EngineInfo:
 
 @pytest.mark.parametrize("kind", ["sglang", "lmdeploy", "vllm"])
 def test_the_hint_for_an_engine_without_our_receiver_names_the_page_of_its_own(kind):
-    hint = _staging(info(staging="none", kind=kind)).hint or ""
+    hint = _staging(info(staging="none", kind=kind, protocol=NO_RECEIVER)).hint or ""
     [page] = re.findall(r"docs/engines/\S+\.md", hint)
     assert kind in page
     assert Path(page).exists()
