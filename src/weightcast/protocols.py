@@ -40,7 +40,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, runtime_checkable
 
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.errors import ConfigError
@@ -374,10 +374,6 @@ class Adapter(ABC):
         """Takes the engine's current info.  An engine that has restarted gets a new adapter instead."""
         self.info = info
 
-    def specs(self) -> Sequence[TensorSpec]:
-        """The tensors of a full update; empty if the engine does not list them."""
-        return self.info.specs
-
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Checks an update against the known limits of this kind of engine, before it.
 
@@ -387,7 +383,7 @@ class Adapter(ABC):
 
     def prepare(self, message: Prepare) -> Steps:
         """Hands over the plan of the updates to come.  Changes nothing that the engine serves."""
-        return self._lacks("work out an update before it begins")
+        self._lacks("work out an update before it begins")
 
     @abstractmethod
     def open(self, message: Open) -> Steps:
@@ -395,7 +391,7 @@ class Adapter(ABC):
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
-        return self._lacks("join a group")
+        self._lacks("join a group")
 
     def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
         """Entries that the group's store must hold, by key, for an engine that reads NCCL's unique id there."""
@@ -408,15 +404,15 @@ class Adapter(ABC):
         names the group that broadcasts it; None over shared memory.  ``shared`` has the buffers of trainer ranks that
         filled one.
         """
-        return self._lacks("read buckets")
+        self._lacks("read buckets")
 
     def handles(self, addresses: dict[str, str]) -> Steps:
         """Tells the engine where to ask for handles to all weights, by the UUID of each rank's GPU."""
-        return self._lacks("ask for handles")
+        self._lacks("ask for handles")
 
     def load_folder(self, session: str, folder: str) -> Steps:
         """Loads all weights from ``model.safetensors`` in ``folder``, which is deleted after the answer."""
-        return self._lacks("load a folder")
+        self._lacks("load a folder")
 
     def close(self, message: Close) -> Steps:
         """Says that every bucket was sent, and asks whether all have arrived.  By default it sends nothing."""
@@ -435,7 +431,7 @@ class Adapter(ABC):
 
     def revert(self, message: Revert) -> Steps:
         """Restores the old weights.  The answer has their version and digests."""
-        return self._lacks("restore old weights")
+        self._lacks("restore old weights")
 
     @abstractmethod
     def abort(self, session: str, reason: str) -> Steps:
@@ -455,13 +451,10 @@ class Adapter(ABC):
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Log-probability of each token but the first, given the tokens before it, under the live weights."""
-        raise self._missing("score tokens")
+        self._lacks("score tokens")
 
-    def _lacks(self, step: str) -> Steps:
-        raise self._missing(step)
-
-    def _missing(self, step: str) -> ConfigError:
-        return ConfigError(f"the adapter of {self.info.engine} ({self.info.kind}) cannot {step}")
+    def _lacks(self, step: str) -> NoReturn:
+        raise ConfigError(f"the adapter of {self.info.engine} ({self.info.kind}) cannot {step}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

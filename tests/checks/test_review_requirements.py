@@ -80,7 +80,7 @@ def test_every_adapter_implements_every_step() -> None:
         for name, step in vars(protocols.Adapter).items()
         if inspect.isfunction(step) and not name.startswith("_")
     }
-    assert {"open", "join", "bucket", "close", "commit", "abort", "leave", "score", "specs", "check"} <= wanted.keys()
+    assert {"open", "join", "bucket", "close", "commit", "abort", "leave", "score", "check"} <= wanted.keys()
     info: Any = SimpleNamespace(engine="x 1.2.3", tp_size=1, ranks=(), specs=(), version=None, paused=False, hazards=())
     adapters = [type(kind.adapter(info)) for kind in OURS]
     assert len(set(adapters)) == len(OURS)

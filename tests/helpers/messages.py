@@ -12,10 +12,10 @@ from weightcast.watch.events import Step
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
+    BucketPart,
     ByRankSource,
     IpcSource,
     MemoryHandle,
-    Part,
     RanksMemory,
 )
 from weightcast.wire.codec import encode
@@ -127,7 +127,7 @@ EXAMPLES = {
         plan=UpdateTables((SPEC, SCALAR), (PLANNED,)),
         verify="none",
         way="messages",
-        parts=(((Part(slot=0, offset=(2, 0), shape=(3, 4)),), (Part(slot=1, offset=(), shape=()),)),),
+        parts=(((BucketPart(slot=0, offset=(2, 0), shape=(3, 4)),), (BucketPart(slot=1, offset=(), shape=()),)),),
         known_tables=("0" * 32,),
     ),
     "prepare with sources": Prepare(

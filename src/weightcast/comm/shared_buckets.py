@@ -20,7 +20,7 @@ import torch
 from weightcast.comm.ipc import SharedBuffer, device_uuid
 from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError
-from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Pack, Part, RemoteMemory
+from weightcast.wire.bucket_sources import BucketPart, MappedPart, MemoryHandle, Pack, RemoteMemory
 from weightcast.wire.engine_info import EngineInfo
 
 _ALIGNMENT_BYTES = 512  # as torch's own allocator; more than any dtype needs
@@ -73,7 +73,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
 
     memory: MemoryHandle | None = None
     remote: RemoteMemory | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[BucketPart, ...] = ()
     packs: tuple[Pack, ...] = ()
     memories: tuple[MemoryHandle, ...] = ()
     mapped: tuple[MappedPart, ...] = ()
@@ -81,7 +81,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     ring: tuple[TorchMemory, ...] = ()
     host: str = ""
     ranks: tuple[int, ...] = ()
-    legs: dict[str, tuple[Part, ...]] = {}
+    legs: dict[str, tuple[BucketPart, ...]] = {}
     leg: bool = False
 
 

@@ -15,13 +15,13 @@ from weightcast.digest.bucket_sums import PlanSums
 from weightcast.errors import Refused
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.wire.box import Box, contiguous_strides, intersection, span_of, tiles
-from weightcast.wire.bucket_sources import MappedPart, Part
+from weightcast.wire.bucket_sources import BucketPart, MappedPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
 from weightcast.wire.plans import UpdateTables
 from weightcast.wire.routes import Region, Route
 
-BufferParts = tuple[tuple[Part, ...], ...]
+BufferParts = tuple[tuple[BucketPart, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def plan_mapped(
     return _plan_copies(layout, parts, sources, len(sizes), routes)
 
 
-def _in_bucket(layout: BucketLayout, part: Part, buffer: int) -> BufferBox:
+def _in_bucket(layout: BucketLayout, part: BucketPart, buffer: int) -> BufferBox:
     """A part that lies at its place in a bucket."""
     slot = layout.slots[part.slot]
     stride = contiguous_strides(slot.shape)

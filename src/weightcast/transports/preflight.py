@@ -33,7 +33,7 @@ def check_fits(links: Sequence[Link], specs: Sequence[TensorSpec]) -> None:
     ours = {spec.name: spec for spec in specs}
     fitting: dict[tuple[int, int], object] = {}  # the values keep the tables, so that no other one gets their ids
     for link in links:
-        tables = link.adapter.specs(), link.info.optional
+        tables = link.info.specs, link.info.optional
         key = id(tables[0]), id(tables[1])
         if key not in fitting:
             _check_tables(link, ours, *tables)

@@ -37,7 +37,7 @@ from weightcast.update.prepare import SendPlan
 from weightcast.update.served_parts import MappedShares, ServedParts
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import Pack, Part
+from weightcast.wire.bucket_sources import BucketPart, Pack
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
 from weightcast.wire.plans import hash_of
@@ -145,7 +145,7 @@ class BucketStream:
         self._mapped = MappedShares(exporter, group)
         self.boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
-        self._sent_parts: dict[int, tuple[tuple[Part, ...], Shared, tuple[Pack, ...], bytes]] = {}
+        self._sent_parts: dict[int, tuple[tuple[BucketPart, ...], Shared, tuple[Pack, ...], bytes]] = {}
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
         self._packs = Packs(())
 
@@ -442,7 +442,7 @@ class BucketStream:
             return 0
         return ALIGNMENT_BYTES + self._packs.plan(layout, self._served.of(layout)).packed_bytes
 
-    def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[Part, ...]) -> tuple[Pack, ...]:
+    def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[BucketPart, ...]) -> tuple[Pack, ...]:
         """Puts short runs together behind the bucket, for engine ranks that read this rank's buffer."""
         if not self.boxes or bucket is None or slot is None or not parts:
             return ()
@@ -455,7 +455,7 @@ class BucketStream:
         )
 
     def _gather_shared(
-        self, layout: BucketLayout, slot: SharedSlot | None, parts: tuple[Part, ...], packs: tuple[Pack, ...] = ()
+        self, layout: BucketLayout, slot: SharedSlot | None, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...] = ()
     ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice = self._choice
@@ -476,7 +476,9 @@ class BucketStream:
             mine = self._encoded(layout, shared, parts, packs)
         return self._shared_by(self._group.gather_bytes(mine, timeout_s=self._wait_s) or [])
 
-    def _encoded(self, layout: BucketLayout, shared: Shared, parts: tuple[Part, ...], packs: tuple[Pack, ...]) -> bytes:
+    def _encoded(
+        self, layout: BucketLayout, shared: Shared, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...]
+    ) -> bytes:
         """The handle of a bucket and the parts in it; the same object as long as they stay the same."""
         known = self._sent_parts.get(layout.index)
         if known is None or known[0] is not parts or known[1:3] != (shared, packs):

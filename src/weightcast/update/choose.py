@@ -346,7 +346,7 @@ class Planner:
     def _sent(self, links: Sequence[Link]) -> tuple[TensorSpec, ...]:
         """The tensors in the smaller dtypes that all these engines keep, unless the caller chose their dtypes."""
         may_cast = self.config.wire_dtype is None and isinstance(self.exporter, Casting) and self.exporter.casts
-        tables = [(*link.adapter.specs(), *link.info.optional) for link in links]
+        tables = [(*link.info.specs, *link.info.optional) for link in links]
         return tuple(best_sent(self.specs, tables)) if may_cast else self.specs
 
     def _cast(self, sent: Sequence[TensorSpec]) -> dict[str, tuple[int, ...]]:
@@ -359,7 +359,7 @@ class Planner:
 
     def _check_cast(self, plan: UpdatePlan, link: Link) -> None:
         """Refuses a target that may keep more of a tensor than is sent, which others decided at ``connect``."""
-        kept = {spec.name: spec.dtype for spec in (*link.adapter.specs(), *link.info.optional)}
+        kept = {spec.name: spec.dtype for spec in (*link.info.specs, *link.info.optional)}
         for own, sent in zip(self.specs, plan.travelling(self.specs), strict=True):
             if sent.dtype != own.dtype and kept.get(sent.name) != sent.dtype:
                 raise ConfigError(

@@ -23,7 +23,7 @@ from weightcast.transports.plan import TargetPlan
 from weightcast.update.finite import FiniteCheck
 from weightcast.update.sessions import this_process
 from weightcast.wire.answers import Ack
-from weightcast.wire.bucket_sources import Part, Source
+from weightcast.wire.bucket_sources import BucketPart, Source
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Prepare, Way
 from weightcast.wire.plans import UpdateTables
@@ -97,7 +97,7 @@ def _way_to(target: TargetPlan) -> Way:
     return "reads" if target.reads_remotely else "memory"
 
 
-def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[Part, ...], ...], ...]:
+def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[BucketPart, ...], ...], ...]:
     """The parts of each bucket in the form of ``Prepare.parts``."""
     if way not in _BY_PARTS:
         return ()

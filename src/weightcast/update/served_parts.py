@@ -18,7 +18,7 @@ from weightcast.protocols import Exporter, Lying, Mappable, Scattering
 from weightcast.update.finite import FiniteCheck, check_parts_finite
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import MappedPart, Part
+from weightcast.wire.bucket_sources import BucketPart, MappedPart
 from weightcast.wire.layout import MAX_BYTES, BucketLayout, Packing, TensorSpec, plan_buckets
 
 log = logging.getLogger("weightcast.update.mapped")
@@ -43,8 +43,8 @@ class ServedParts:
         self._exporter = exporter
         self._group = group
         self._checks_finite = checks_finite
-        self._parts: dict[int, tuple[Sequence[tuple[int, Box]], tuple[Part, ...]]] = {}
-        self._legs: dict[int, tuple[object, dict[str, tuple[Part, ...]]]] = {}
+        self._parts: dict[int, tuple[Sequence[tuple[int, Box]], tuple[BucketPart, ...]]] = {}
+        self._legs: dict[int, tuple[object, dict[str, tuple[BucketPart, ...]]]] = {}
         self._known: dict[int, _Known] = {}
         self._wholes = FiniteCheck()
 
@@ -52,7 +52,7 @@ class ServedParts:
         """Number of the slot and box of each part."""
         return cast(Scattering, self._exporter).serves(layout, self._group)
 
-    def parts_of(self, layout: BucketLayout) -> tuple[Part, ...]:
+    def parts_of(self, layout: BucketLayout) -> tuple[BucketPart, ...]:
         """The parts in the form of the wire."""
         served, known = self.of(layout), self._parts.get(layout.index)
         if known is None or known[0] is not served:
@@ -63,7 +63,7 @@ class ServedParts:
         """As ``of``, for the engine ranks that read memory on each host."""
         return cast(Scattering, self._exporter).serves_to(layout, self._group)
 
-    def legs_of(self, layout: BucketLayout) -> dict[str, tuple[Part, ...]]:
+    def legs_of(self, layout: BucketLayout) -> dict[str, tuple[BucketPart, ...]]:
         """The same in the form of the wire."""
         served, known = self.legs(layout), self._legs.get(layout.index)
         if known is None or known[0] is not served:
@@ -75,7 +75,7 @@ class ServedParts:
         if self._checks_finite and self._group.world_size == 1:
             self._wholes.prepare(layout)
 
-    def look(self, bucket: Bucket) -> tuple[Part, ...]:
+    def look(self, bucket: Bucket) -> tuple[BucketPart, ...]:
         """The parts of a filled bucket; raises ``NotFinite`` if they must be finite and are not."""
         if self._checks_finite and self._group.world_size == 1:  # then the bucket is whole
             self._wholes.check(bucket)
@@ -97,8 +97,8 @@ class ServedParts:
         return known.views
 
 
-def _as_parts(served: Sequence[tuple[int, Box]]) -> tuple[Part, ...]:
-    return tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
+def _as_parts(served: Sequence[tuple[int, Box]]) -> tuple[BucketPart, ...]:
+    return tuple(BucketPart(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
 
 
 class MappedShares:

@@ -51,7 +51,7 @@ class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BucketPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket."""
 
     slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
@@ -63,11 +63,14 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Box(offset=self.offset, shape=self.shape)
 
 
+BucketParts = Annotated[tuple[BucketPart, ...], Meta(max_length=1 << 22)]
+
+
 class PartialBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The buffer of one trainer rank, which has some parts of a bucket; its other bytes mean nothing."""
 
     handle: MemoryHandle
-    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)]
+    parts: BucketParts
 
 
 class ScatteredSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="scattered"):
@@ -121,7 +124,7 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     memory: RemoteMemory
-    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)]
+    parts: BucketParts
     packs: Annotated[tuple[Pack, ...], Meta(max_length=1 << 16)] = ()
 
 
@@ -169,7 +172,7 @@ class ByRankSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return BroadcastSource(group=self.group)
 
 
-class MappedPart(Part, frozen=True, array_like=True, gc=False):
+class MappedPart(BucketPart, frozen=True, array_like=True, gc=False):
     """A box of one slot's tensor that lies in a trainer rank's own memory.
 
     Attributes:
@@ -204,9 +207,7 @@ class ExchangeSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     transport: ClassVar[str] = "direct"
 
     group: GroupName
-    parts: Annotated[
-        tuple[Annotated[tuple[Part, ...], Meta(max_length=1 << 22)], ...], Meta(min_length=1, max_length=4096)
-    ]
+    parts: Annotated[tuple[BucketParts, ...], Meta(min_length=1, max_length=4096)]
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -215,7 +216,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     They read them in its buffer, in shared memory of their host; without a handle it sends them.
     """
 
-    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)] = ()
+    parts: BucketParts = ()
     handle: MemoryHandle | None = None
 
 

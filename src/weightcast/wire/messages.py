@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.config import PauseMode, VerifyLevel
-from weightcast.wire.bucket_sources import Part, Source
+from weightcast.wire.bucket_sources import BucketParts, Source
 from weightcast.wire.fields import (
     Count,
     Digest,
@@ -104,8 +104,7 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify: VerifyLevel
     way: Way = "buckets"
     parts: Annotated[
-        tuple[Annotated[tuple[Annotated[tuple[Part, ...], Meta(max_length=1 << 22)], ...], Meta(max_length=4096)], ...],
-        Meta(max_length=MAX_BUCKETS),
+        tuple[Annotated[tuple[BucketParts, ...], Meta(max_length=4096)], ...], Meta(max_length=MAX_BUCKETS)
     ] = ()
     sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_BUCKETS)] = ()
     known_tables: KnownTables = ()

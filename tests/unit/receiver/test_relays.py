@@ -21,7 +21,7 @@ from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.receiver.shares import Shares
 from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.update.exchange import Exchange
-from weightcast.wire.bucket_sources import ExchangeSource, Part
+from weightcast.wire.bucket_sources import BucketPart, ExchangeSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Join
 from weightcast.wire.pieces import WantedBox, encode_wanted
@@ -108,7 +108,7 @@ def bucket_of(index: int, size_bytes: int) -> BucketLayout:
 
 def take(shares: Shares, *sizes: int) -> None:
     for index, size in enumerate(sizes):
-        source = ExchangeSource(group="g", parts=((Part(0, (0,), (1,)),),))
+        source = ExchangeSource(group="g", parts=((BucketPart(0, (0,), (1,)),),))
         shares.take(bucket_of(index, size), source, timeout_s=1.0, summed=True, interrupted=lambda: False)
 
 

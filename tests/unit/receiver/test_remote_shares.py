@@ -21,7 +21,7 @@ from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.update.packs import Packs
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import Pack, Part, RemoteBuffer
+from weightcast.wire.bucket_sources import BucketPart, Pack, RemoteBuffer
 from weightcast.wire.pieces import decode_wanted, encode_wanted
 from weightcast.wire.plans import hash_of
 
@@ -76,7 +76,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                         Bucket(layout, slot[: layout.size_bytes]), layout, trainer.group, SourceSums()
                     )
                     served = trainer.gatherer.serves(layout, trainer.group)
-                    parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
+                    parts = tuple(BucketPart(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
                     plan = packs.plan(layout, served)
                     first = -(-layout.size_bytes // 16) * 16
                     packs.pack(Bucket(layout, slot), plan, slot[first : first + plan.packed_bytes])

@@ -12,7 +12,7 @@ from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import Part
+from weightcast.wire.bucket_sources import BucketPart
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 
 
@@ -58,7 +58,7 @@ def filled(layout, values: dict[str, torch.Tensor], case: dict) -> tuple[list[Bu
     """The buffers of all trainer ranks, full of noise but for their own parts, and these parts."""
     world = case["trainers"]
     buckets = [Bucket(layout, torch.randint(0, 256, (layout.size_bytes,), dtype=torch.uint8)) for _ in range(world)]
-    parts: list[list[Part]] = [[] for _ in range(world)]
+    parts: list[list[BucketPart]] = [[] for _ in range(world)]
     for number, slot in enumerate(layout.slots):
         shape, _, cut, shift = case["tensors"][int(slot.spec.name[1:])]
         indices = [torch.arange(n) for n in shape]
@@ -73,7 +73,7 @@ def filled(layout, values: dict[str, torch.Tensor], case: dict) -> tuple[list[Bu
                 continue
             owner = (rank + shift) % world
             offset, extent = tuple(int(p[0]) for p in piece), tuple(len(p) for p in piece)
-            parts[owner].append(Part(slot=number, offset=offset, shape=extent))
+            parts[owner].append(BucketPart(slot=number, offset=offset, shape=extent))
             source = tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))
             target = source
             if shape:
@@ -128,11 +128,11 @@ def a_loader() -> tuple[Loader, list[TensorSpec], list]:
 @pytest.mark.parametrize(
     "parts",
     [
-        ((Part(0, (0, 0), (2, 2)),), ()),
-        ((Part(0, (0, 0), (3, 2)),), (Part(0, (2, 0), (2, 2)),)),
-        ((Part(0, (0, 0), (5, 2)),), ()),
-        ((Part(0, (0,), (4,)),), ()),
-        ((Part(0, (0, 0), (4, 2)), Part(1, (0, 0), (1, 1))), ()),
+        ((BucketPart(0, (0, 0), (2, 2)),), ()),
+        ((BucketPart(0, (0, 0), (3, 2)),), (BucketPart(0, (2, 0), (2, 2)),)),
+        ((BucketPart(0, (0, 0), (5, 2)),), ()),
+        ((BucketPart(0, (0,), (4,)),), ()),
+        ((BucketPart(0, (0, 0), (4, 2)), BucketPart(1, (0, 0), (1, 1))), ()),
     ],
     ids=["missing", "twice", "beyond the end", "other dimensions", "another slot"],
 )
@@ -148,7 +148,7 @@ def test_parts_that_are_not_the_whole_bucket_once_are_refused_before_anything_is
 def test_parts_that_move_to_another_buffer_are_read_there():
     loader, _, [layout] = a_loader()
     first, second = (Bucket(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8)) for _ in range(2))
-    whole = (Part(0, (0, 0), (4, 2)),)
+    whole = (BucketPart(0, (0, 0), (4, 2)),)
     for own, parts, value in ((first, (whole, ()), 1.0), (second, ((), whole), 2.0)):
         loader.begin()
         own.view(layout.slots[0]).fill_(value)
@@ -163,7 +163,7 @@ def test_buffers_that_swap_their_addresses_are_read_as_they_lie_now():
     loader.stage("none")
     [layout] = plan_buckets(specs, bucket_bytes=1 << 10, packing=Packing())
     one, other = (Bucket(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8)) for _ in range(2))
-    parts = (Part(0, (0, 0), (2, 2)),), (Part(0, (2, 0), (2, 2)),)
+    parts = (BucketPart(0, (0, 0), (2, 2)),), (BucketPart(0, (2, 0), (2, 2)),)
     for value, buckets in enumerate([(one, other), (other, one), (one, other)], start=1):
         loader.begin()
         for bucket in buckets:

@@ -20,7 +20,7 @@ def spec(name: str, *shape: int) -> TensorSpec:
 
 def link(required: list[TensorSpec], optional: list[TensorSpec]) -> Any:
     info = SimpleNamespace(model="m", specs=tuple(required), optional=tuple(optional))
-    return SimpleNamespace(url="http://e", info=info, adapter=SimpleNamespace(specs=lambda: tuple(required)))
+    return SimpleNamespace(url="http://e", info=info)
 
 
 def test_update_may_contain_or_omit_an_optional_tensor() -> None:
@@ -59,7 +59,7 @@ def test_an_engine_with_another_table_than_the_others_is_not_missed() -> None:
     table = (spec("w", 2),)
     alike: list[Any] = [link([], []) for _ in range(5)]
     for engine in alike:
-        engine.adapter.specs = lambda: table
+        engine.info.specs = table
     check_fits(alike, [spec("w", 2)])
     other = link([spec("w", 3)], [])
     other.url = "http://other"

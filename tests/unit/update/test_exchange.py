@@ -29,7 +29,7 @@ from weightcast.wire import pieces
 from weightcast.wire.answers import RankAck
 from weightcast.wire.box import Box, slices
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import Part
+from weightcast.wire.bucket_sources import BucketPart
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.pieces import decode_wanted, encode_wanted, plan_message
 
@@ -234,14 +234,16 @@ def exchange_and_compare(case: dict) -> None:
             end.begin()
         for layout in layouts:
             post.messages.clear()
-            parts: dict[str, list[tuple[Part, ...]]] = {host: [] for host in trainers[0].group.leg_hosts}
+            parts: dict[str, list[tuple[BucketPart, ...]]] = {host: [] for host in trainers[0].group.leg_hosts}
             filled = []
             for trainer, end, buffers in zip(trainers, ends, slots, strict=True):
                 bucket = Bucket(layout, buffers[layout.index % 2].random_(0, 256))
                 trainer.gatherer.fill_own(bucket, layout, trainer.group, SourceSums())
                 served = trainer.gatherer.serves_to(layout, trainer.group)
                 for host, own in served.items():
-                    parts[host].append(tuple(Part(slot=slot, offset=box.offset, shape=box.shape) for slot, box in own))
+                    parts[host].append(
+                        tuple(BucketPart(slot=slot, offset=box.offset, shape=box.shape) for slot, box in own)
+                    )
                 filled.append(bucket.data)
                 end.send(bucket, served)
                 assert end.failures == {}
@@ -342,4 +344,4 @@ def test_parts_that_leave_out_an_element_are_refused_before_anything_is_asked_fo
     loader.begin()
     [layout] = plan_buckets([spec], bucket_bytes=1 << 10, packing=ALIGNED)
     with pytest.raises(Refused, match="w: the trainer ranks do not have rows 0 and on exactly once"):
-        loader.scattered.plan_exchange(layout, ((Part(0, (0, 0), (2, 2)),), (Part(0, (2, 0), (1, 2)),)))
+        loader.scattered.plan_exchange(layout, ((BucketPart(0, (0, 0), (2, 2)),), (BucketPart(0, (2, 0), (1, 2)),)))

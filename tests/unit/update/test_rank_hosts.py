@@ -18,7 +18,15 @@ from weightcast.plugins.rank_sockets import Hello, SwitchExecutor
 from weightcast.update import choose
 from weightcast.update.diagnose import _sharing
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED
-from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, Leg, LegsSource, MemoryHandle, Part
+from weightcast.wire.bucket_sources import (
+    BroadcastSource,
+    BucketPart,
+    ByRankSource,
+    IpcSource,
+    Leg,
+    LegsSource,
+    MemoryHandle,
+)
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, plan_buckets
@@ -126,7 +134,7 @@ def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_other
         "rank 1 by buffer from trainer rank 2",
         "rank 2 by group from trainer ranks 0-2",
     ]
-    own, other = (Part(slot=0, offset=(row,), shape=(2,)) for row in (0, 2))
+    own, other = (BucketPart(slot=0, offset=(row,), shape=(2,)) for row in (0, 2))
     buffers = [
         Shared(memory=HANDLE, host="a", legs={"a": (own,), "b": (), "": (own,)}),
         Shared(memory=OTHER, host="b", legs={"a": (other,), "b": (own, other), "": (other,)}),

@@ -43,11 +43,7 @@ def loader_of(kept: str, *, expected: str = "") -> Loader:
 
 @pytest.mark.parametrize(("sent", "kept"), list(itertools.product(DTYPES, DTYPES)))
 def test_only_wide_floats_are_cast(sent, kept):
-    link = SimpleNamespace(
-        url="http://e",
-        info=SimpleNamespace(model="m", optional=()),
-        adapter=SimpleNamespace(specs=lambda: (spec(kept),)),
-    )
+    link = SimpleNamespace(url="http://e", info=SimpleNamespace(model="m", specs=(spec(kept),), optional=()))
     if sent == kept or {sent, kept} <= FLOATS:
         loader_of(kept).check((spec(sent),))
         check_fits([link], (spec(sent),))

@@ -17,7 +17,7 @@ from weightcast.errors import TargetRejected, WireError
 from weightcast.runtime.lru import Lru
 from weightcast.wire import source_tables
 from weightcast.wire.answers import UNKNOWN_PLAN, Ack
-from weightcast.wire.bucket_sources import BroadcastSource, MappedPart, MappedSource, MemoryHandle, Part
+from weightcast.wire.bucket_sources import BroadcastSource, BucketPart, MappedPart, MappedSource, MemoryHandle
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
@@ -131,7 +131,7 @@ def test_a_source_and_the_hash_of_one_are_too_much(layout):
 
 
 def parted(parts: int) -> Shared:
-    found = tuple(Part(slot=number, offset=(0,), shape=(8,)) for number in range(parts))
+    found = tuple(BucketPart(slot=number, offset=(0,), shape=(8,)) for number in range(parts))
     handle = MemoryHandle(kind="shm", device="cpu", size_bytes=1 << 30, token="a" * 32, pid=7, fd=3)
     return Shared(memory=handle, parts=found)
 
