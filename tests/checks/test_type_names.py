@@ -9,7 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "weightcast"
 CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
-LEFT = {"Place", "Shared", "Steps", "_Copy"}
+LEFT = {"Shared", "Steps"}
 
 
 def type_names(text: str) -> Iterator[str]:

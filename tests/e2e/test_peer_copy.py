@@ -209,7 +209,7 @@ def test_flipped_bit_on_the_way_is_found_and_nothing_is_switched(fleet, monkeypa
         return data if index else bytes([data[0] ^ 1]) + data[1:]
 
     if guarded_by == "engine":  # a caller that compares nothing cannot make the engine switch
-        monkeypatch.setattr(peer_copy._Copy, "_compare", lambda *_: None)
+        monkeypatch.setattr(peer_copy._CopyAttempt, "_compare", lambda *_: None)
     with unchanged(late), relay(peer.url, flip) as url:
         with pytest.raises(WeightcastError, match=r"digest|differs") as caught:
             copy(late, url)

@@ -33,7 +33,7 @@ class NotRecorded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _StridedCopy:
     """A strided copy: element ``to + sum(i * step_to)`` is element ``of + sum(i * step_of)``, over all ``i < extent``.
 
     Attributes:
@@ -53,10 +53,12 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, tuple[int, tuple[int, ...]]] = {}  # storage: number, shape
-        self._writes: dict[int, list[tuple[_Copy, int]]] = {}  # storage: copies into it, and their source storages
+        self._writes: dict[
+            int, list[tuple[_StridedCopy, int]]
+        ] = {}  # storage: copies into it, and their source storages
         self._computed: dict[int, str] = {}  # storage: the operation
         self._dtypes: dict[int, torch.dtype] = {}
-        self._followed: dict[int, list[tuple[_Copy, int]]] = {}
+        self._followed: dict[int, list[tuple[_StridedCopy, int]]] = {}
         self._alive: list[torch.Tensor] = []  # a new storage would get the address of one that is freed
 
     def source(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -80,7 +82,9 @@ class Recorder(TorchDispatchMode):
                 return (Segment.whole(number, shape),)
         if not tensor.numel():
             raise NotRecorded("it has no elements")
-        seen = _Copy(0, int(tensor.storage_offset()), tuple(zip(shape, _steps_of(shape), tensor.stride(), strict=True)))
+        seen = _StridedCopy(
+            0, int(tensor.storage_offset()), tuple(zip(shape, _steps_of(shape), tensor.stride(), strict=True))
+        )
         found = [(seen, storage)] if storage in self._sources else self._follow(seen, storage)
         segments: list[Segment] = []
         for copy, origin in found:
@@ -146,12 +150,12 @@ class Recorder(TorchDispatchMode):
             if id(part) not in known or part.dtype != made.dtype:
                 return False
             axes = tuple(zip(target.shape, target.stride(), part.stride(), strict=True))
-            copy = _Copy(int(target.storage_offset()), int(part.storage_offset()), axes)
+            copy = _StridedCopy(int(target.storage_offset()), int(part.storage_offset()), axes)
             self._writes.setdefault(_storage(target), []).append((copy, _storage(part)))
         return True
 
-    def _follow(self, seen: _Copy, storage: int) -> list[tuple[_Copy, int]]:
-        found: list[tuple[_Copy, int]] = []
+    def _follow(self, seen: _StridedCopy, storage: int) -> list[tuple[_StridedCopy, int]]:
+        found: list[tuple[_StridedCopy, int]] = []
         for made, origin in self._origins(storage):
             inside = _inside(seen, made)
             if inside is not None:  # nearly always; it would be the only copy that is not empty
@@ -159,12 +163,12 @@ class Recorder(TorchDispatchMode):
             found += [(copy, origin) for copy in _compose(seen, made)]
         return found
 
-    def _origins(self, storage: int) -> list[tuple[_Copy, int]]:
+    def _origins(self, storage: int) -> list[tuple[_StridedCopy, int]]:
         """Copies into a storage, followed back to the sources."""
         if storage in self._computed:
             raise NotRecorded(f"its values are computed by {self._computed[storage]}")
         if storage not in self._followed:
-            found: list[tuple[_Copy, int]] = []
+            found: list[tuple[_StridedCopy, int]] = []
             for copy, origin in self._writes[storage]:
                 found.extend([(copy, origin)] if origin in self._sources else self._follow(copy, origin))
             self._followed[storage] = found
@@ -177,7 +181,7 @@ def _by_step(axes: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, in
     return tuple(sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]))
 
 
-def _inside(outer: _Copy, inner: _Copy) -> _Copy | None:
+def _inside(outer: _StridedCopy, inner: _StridedCopy) -> _StridedCopy | None:
     """Joins two copies if ``outer`` reads nothing but a box of the elements that ``inner`` writes; None otherwise.
 
     ``inner`` writes into new memory, each element once.  So any way to reach an element along its axes is the only one.
@@ -200,7 +204,7 @@ def _inside(outer: _Copy, inner: _Copy) -> _Copy | None:
         if found is None or extent > found[0]:
             return None
         axes.append((extent, step_to, found[1]))
-    return _Copy(outer.to, of, tuple(axes))
+    return _StridedCopy(outer.to, of, tuple(axes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -209,7 +213,7 @@ def _dims_by_step(shape: tuple[int, ...]) -> dict[int, int]:
     return {step: dim for dim, step in enumerate(_steps_of(shape)) if shape[dim] > 1}
 
 
-def _one_box(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Segment | None:
+def _one_box(copy: _StridedCopy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Segment | None:
     """The segment of a copy between a whole source and a whole target, both contiguous; None if it is not one box."""
     offset, at = _position(source, copy.of), _position(target, copy.to)
     shape, dims = [1] * len(source), [NEW] * len(target)
@@ -225,11 +229,11 @@ def _one_box(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[in
     return Segment(source=number, box=Box(offset=tuple(offset), shape=tuple(shape)), dims=tuple(dims), at=tuple(at))
 
 
-def _same(shape: tuple[int, ...]) -> _Copy:
-    return _Copy(0, 0, tuple((extent, step, step) for extent, step in zip(shape, _steps_of(shape), strict=True)))
+def _same(shape: tuple[int, ...]) -> _StridedCopy:
+    return _StridedCopy(0, 0, tuple((extent, step, step) for extent, step in zip(shape, _steps_of(shape), strict=True)))
 
 
-def _compose(outer: _Copy, inner: _Copy) -> list[_Copy]:
+def _compose(outer: _StridedCopy, inner: _StridedCopy) -> list[_StridedCopy]:
     """Joins two copies, where ``outer`` reads the storage that ``inner`` writes, clipped to the elements of both.
 
     The steps of both over the storage between them are sorted into a chain in which each divides the next.  A position
@@ -247,13 +251,13 @@ def _compose(outer: _Copy, inner: _Copy) -> list[_Copy]:
         raise NotRecorded(f"the steps {chain} of its parts do not divide one another")
     boxes_read, steps_read, base_read = _digits(outer.of, reads, chain)
     boxes_written, steps_written, base_written = _digits(inner.to, writes, chain)
-    found: list[_Copy] = []
+    found: list[_StridedCopy] = []
     for read, written in itertools.product(boxes_read, boxes_written):
         common = [(max(a, b), min(a + m, b + n)) for (a, m), (b, n) in zip(read, written, strict=True)]
         if any(start >= end for start, end in common):
             continue
         found.append(
-            _Copy(
+            _StridedCopy(
                 outer.to + base_read + sum(start * step for (start, _), step in zip(common, steps_read, strict=True)),
                 inner.of
                 + base_written
@@ -327,7 +331,7 @@ def _interval(start: int, end: int, radices: list[int]) -> list[list[tuple[int, 
     return found
 
 
-def _boxes(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Segment]:
+def _boxes(copy: _StridedCopy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Segment]:
     """Splits a copy between a whole source and target, both contiguous, into boxes; ``NotRecorded`` for too many."""
     kept: dict[int, tuple[int, int]] = {}  # dimension of the target: dimension of the source, extent
     run: list[tuple[int, int, int, int, int]] = []

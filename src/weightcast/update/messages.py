@@ -61,7 +61,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return WeightcastError(self.text, hint=self.hint)
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class RankDevice(msgspec.Struct, frozen=True, array_like=True):
     """Where a trainer rank keeps its weights: the UUID of its GPU or ``"cpu"``, and the bytes of it that are free.
 
     ``nccl`` has its settings of NCCL, if it is on a GPU.
@@ -72,7 +72,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     nccl: NcclSettings | None = None
 
 
-def least_free_bytes(places: Sequence[Place]) -> int:
+def least_free_bytes(places: Sequence[RankDevice]) -> int:
     """GPU memory that each of these trainer ranks may still take, where it is smallest; 0 if one is not on a GPU.
 
     Ranks that share a GPU share what is free of it.

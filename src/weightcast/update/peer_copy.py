@@ -160,7 +160,7 @@ def _from_one(
             )
             if (late.state, late.version, late.digest) == ("serving", version, digest):
                 return found
-            copy = _Copy(clients[0], clients[1], late, version, digest, timeout_s)
+            copy = _CopyAttempt(clients[0], clients[1], late, version, digest, timeout_s)
             try:
                 closed, committed = copy.transfer(pause), copy.commit()
             except WeightcastError as error:
@@ -179,7 +179,7 @@ def _from_one(
     raise AssertionError("unreachable")
 
 
-class _Copy:
+class _CopyAttempt:
     """One attempt."""
 
     def __init__(

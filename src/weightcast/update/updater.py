@@ -47,7 +47,7 @@ from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.choose import Planner
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
-from weightcast.update.messages import AttemptResult, Failure, Place, least_free_bytes
+from weightcast.update.messages import AttemptResult, Failure, RankDevice, least_free_bytes
 from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
@@ -483,12 +483,12 @@ class WeightUpdater:
         device = self._exporter.device
         held = self._stream.buffer_bytes if self._stream is not None else 0  # freed before others are allocated
         free_bytes = free_bytes_of(device) + held
-        seat = Place(device_uuid(device), free_bytes, settings_here(device))
+        seat = RankDevice(device_uuid(device), free_bytes, settings_here(device))
         places = self._group.gather_bytes(msgspec.json.encode(seat))
         result, head, layouts = AttemptResult(), None, list[BucketLayout]()
         if self._group.is_head:
             assert places is not None
-            seats = [msgspec.json.decode(place, type=Place) for place in places]
+            seats = [msgspec.json.decode(place, type=RankDevice) for place in places]
             try:
                 if self._roster is None:
                     self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=self._recognise)
@@ -512,7 +512,7 @@ class WeightUpdater:
         self._prepare(self._use(result.plan, layouts))
         self._settled = True
 
-    def _planner(self, seats: Sequence[Place]) -> Planner:
+    def _planner(self, seats: Sequence[RankDevice]) -> Planner:
         return Planner(
             config=self._config,
             exporter=self._exporter,

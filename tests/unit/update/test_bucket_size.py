@@ -15,7 +15,7 @@ from weightcast.errors import ConfigError, TargetRejected
 from weightcast.exporters.memory_estimate import WORK_BYTES, default_bucket_bytes, peak_bytes
 from weightcast.update import diagnose
 from weightcast.update.members import Members
-from weightcast.update.messages import Place, least_free_bytes
+from weightcast.update.messages import RankDevice, least_free_bytes
 from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets, total_bytes
 
@@ -168,9 +168,9 @@ def test_a_transport_that_gives_way_takes_its_size_along():
 @pytest.mark.parametrize(
     ("places", "free"),
     [
-        ([Place("GPU-0", 8), Place("GPU-1", 6)], 6),
-        ([Place("GPU-0", 8), Place("GPU-0", 8), Place("GPU-1", 6)], 4),  # two ranks share a GPU
-        ([Place("cpu"), Place("cpu")], 0),
+        ([RankDevice("GPU-0", 8), RankDevice("GPU-1", 6)], 6),
+        ([RankDevice("GPU-0", 8), RankDevice("GPU-0", 8), RankDevice("GPU-1", 6)], 4),  # two ranks share a GPU
+        ([RankDevice("cpu"), RankDevice("cpu")], 0),
     ],
 )
 def test_the_rank_with_least_free_memory_decides_for_all(places, free):
