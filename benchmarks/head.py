@@ -39,6 +39,7 @@ from weightcast.digest.sent import SentDigests  # noqa: E402
 from weightcast.exporters.bucketize import bucketize  # noqa: E402
 from weightcast.exporters.module import ModuleExporter  # noqa: E402
 from weightcast.lab.bench.synthetic import nested  # noqa: E402
+from weightcast.protocols import TO_HEAD  # noqa: E402
 from weightcast.wire.answers import Ack  # noqa: E402
 from weightcast.wire.codec import encode  # noqa: E402
 from weightcast.wire.engine_info import EngineInfo, RankInfo  # noqa: E402
@@ -191,7 +192,8 @@ def digest_of(model: nn.Module) -> tuple[str, int]:
     layouts = plan_buckets(exporter.specs(), bucket_bytes=_BUCKET_BYTES, packing=NativeAdapter.packing)
     memory = torch.empty(max(layout.size_bytes for layout in layouts), dtype=torch.uint8)
     digests = SentDigests()
-    for bucket in bucketize(exporter, layouts, group, [memory]):
+    exporter.prepare(group)
+    for bucket in bucketize(exporter.plan(layouts, group, TO_HEAD), [memory]):
         assert bucket is not None
         digests.add(bucket)
     return digests.finish().of_all, len(layouts)

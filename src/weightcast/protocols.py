@@ -5,7 +5,7 @@ Three parts take part in an update.  They do not import each other; ``update/`` 
 =========  ===========================================================  =============================
 part       task                                                         to add one
 =========  ===========================================================  =============================
-Exporter   turns the trainer's model into named, unsharded tensors      pass an object to ``connect``
+Exporter   turns the trainer's model into named, unsharded tensors      pass a subclass to ``connect``
 Adapter    turns each step of an update into requests to one engine     ``docs/engines/own.md``
 Carrier    moves filled buckets; owns groups, buffers and threads       a file in ``transports/``
 =========  ===========================================================  =============================
@@ -13,12 +13,13 @@ Carrier    moves filled buckets; owns groups, buffers and threads       a file i
 One update calls them in this order::
 
     exporter.prepare(group)                                 # once, on every trainer rank
-    exporter.changed()                                      # if so: look_again(), and prepare(group) once more
+    planned = exporter.plan(layouts, group, use)            # once for these buckets
+    exporter.changed()                                      # if so: look_again(), prepare(group) and plan(...) again
     adapter.check(specs, transport=..., bucket_bytes=...)   # preflight: nothing has been sent
     adapter.open(message)                                   # pauses an engine that cannot stage
     carrier.connect()                                       # sends adapter.join(invitation)
-    for layout in layouts:
-        exporter.fill(bucket, layout, group)                # gathers shards into the bucket
+    for bucket in planned:
+        bucket.fill(data, sources)                          # gathers shards into a buffer
         carrier.send(bucket, shared)                        # sends adapter.bucket(...)
     carrier.drain()
     adapter.close(message)                                  # every engine has every bucket
@@ -40,11 +41,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError
 from weightcast.wire.answers import Ack
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing
 
 if TYPE_CHECKING:
@@ -54,10 +57,9 @@ if TYPE_CHECKING:
     from weightcast.comm.shared_buckets import Shared
     from weightcast.comm.trainer_group import TrainerGroup
     from weightcast.comm.update_group import UpdateGroup
-    from weightcast.digest.source_sums import Folded, SourceSums
+    from weightcast.digest.source_sums import SourceSums
     from weightcast.errors import WeightcastError
     from weightcast.wire.box import Box
-    from weightcast.wire.bucket import Bucket
     from weightcast.wire.engine_info import EngineInfo
     from weightcast.wire.layout import BucketLayout, TensorSpec
     from weightcast.wire.messages import Close, Commit, Join, Open, Prepare, Revert
@@ -66,151 +68,30 @@ if TYPE_CHECKING:
 # -- the trainer's model
 
 
-class Exporter(Protocol):
-    """Presents a model as named, unsharded tensors.  Every trainer rank has one and calls its methods in step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketUse:
+    """The decisions of an update about its buckets, the same on every rank.
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights and of a bucket for them."""
-        ...
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor of an update (name, shape, wire dtype), in one order on all ranks.  No communication."""
-        ...
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which shard.  Collective; called before the first ``fill``.
-
-        It is called again after ``Replanning.look_again``.
-
-        Every rank raises ConfigError if this model cannot be exported as it is sharded.
-        """
-        ...
-
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
-        """Gathers and casts the layout's tensors, the same on every rank, into the bucket.  Collective over ``group``.
-
-        The bucket is None on a rank that only contributes its shards; ``group.receivers`` have one.  Returns
-        ``Bucket.sums`` if the exporter summed the bytes while it copied them, else None.
-        """
-        ...
-
-
-@runtime_checkable
-class Replanning(Protocol):
-    """An exporter that notices when the trainer has something else than what was planned for.
-
-    Every trainer rank asks at the beginning of each update.  If any of them says yes, all look again.
+    Attributes:
+        receivers: The ranks that have a bucket, in order; all of them if ``scattered``.
+        scattered: True if nothing moves between ranks: each fills its own parts into its own bucket.
+        reading_hosts: Hosts on which engines read trainer ranks' own parts, so that each part is served there; empty if
+            one rank serves it to all engines.
+        leg_hosts: Hosts on which engine ranks read trainer ranks' own parts and get the others in messages, and an
+            empty one for engine ranks that get all in messages; empty in another update.
+        copies: False if engines read the tensors where they lie, so that nothing is filled.
+        sums: True if ranks will sum their parts.
     """
 
-    def changed(self) -> bool:
-        """True if this rank's model is made in another way than when it was looked at last.  No communication.
-
-        It is cheap, and never raises.  Other values are no change.
-        """
-        ...
-
-    def look_again(self) -> None:
-        """Looks at the model as it is now, as when the exporter was made; ``prepare`` follows on every rank.
-
-        No communication.  The tensors of an update stay the same ones.
-
-        Raises:
-            ConfigError: The model cannot be sent as it is now, or other tensors would travel.  ``changed`` stays True.
-        """
-        ...
+    receivers: tuple[int, ...] = (0,)
+    scattered: bool = False
+    reading_hosts: tuple[str, ...] = ()
+    leg_hosts: tuple[str, ...] = ()
+    copies: bool = True
+    sums: bool = False
 
 
-@runtime_checkable
-class Casting(Protocol):
-    """An exporter that fills a bucket in the dtypes of its layout, where these are other floats than its own."""
-
-    @property
-    def casts(self) -> bool:
-        """True if it may be asked to; False where the caller has chosen the dtype that travels."""
-        ...
-
-
-@runtime_checkable
-class Budgeted(Protocol):
-    """An exporter that knows the memory it takes.  ``max_extra_bytes`` needs one."""
-
-    def computing_bytes(self) -> int | None:
-        """Most memory, in bytes, that values computed on the way take beside buckets and gather; None if unknown.
-
-        It is 0 if nothing is computed.  No communication.
-        """
-        ...
-
-
-@runtime_checkable
-class Summing(Protocol):
-    """An exporter whose ranks sum their shards before the gather.
-
-    The engines' digests must equal these sums, so the proof covers the gather as well.  For an exporter without these
-    methods the head sums the filled bucket, and the report lists the tensors as ``unsummed``.
-    """
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """As ``Exporter.specs``."""
-        ...
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> torch.Tensor | None:
-        """As ``Exporter.fill``; also sums this rank's part of the bucket, in the wire dtype, into ``sources``."""
-        ...
-
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Number of sums of a bucket on each rank, in order of rank.  No communication."""
-        ...
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Folds the sums of all ranks into one for each slot and finds ranks that disagree.  No communication.
-
-        ``answers`` has the sums of each rank, in order: int64 on the CPU, of lengths ``source_counts``.
-        """
-        ...
-
-    def unsummed(self) -> Collection[str]:
-        """Names of tensors that no rank sums."""
-        ...
-
-
-@runtime_checkable
-class Scattering(Protocol):
-    """An exporter whose ranks can fill buckets with their own shards, without a gather, for ``direct``."""
-
-    def fill_own(
-        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        """Writes this rank's parts of the layout's tensors where they belong in its own bucket.  Collective.
-
-        The rest of the bucket keeps its bytes; ``sources`` is as for ``Summing.fill``.
-        """
-        ...
-
-    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
-        """Number of the slot and box of each part that engines read from this rank.  No communication.
-
-        All ranks together serve every element of the layout's tensors once, or the ranks on each of
-        ``group.reading_hosts`` do, or they do for each of ``group.leg_hosts``.  Replicas are shared out by bytes.
-        """
-        ...
-
-    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
-        """As ``serves``, for the engine ranks that read memory on each of ``group.leg_hosts``.  No communication.
-
-        All ranks together serve every element once to each host: one that is there, if it holds the element.
-        """
-        ...
-
-    def whole_on(self, hosts: Sequence[str]) -> Collection[str]:
-        """The hosts whose trainer ranks hold all weights together, given that of each rank.
-
-        Known after ``prepare``; no communication.
-        """
-        ...
+TO_HEAD = BucketUse()  # buckets are gathered on the head alone
 
 
 class Lying(Protocol):
@@ -227,61 +108,160 @@ class Lying(Protocol):
         ...
 
 
-@runtime_checkable
-class Mappable(Protocol):
-    """An exporter whose shards engines may read where they lie, for ``direct`` with ``keep_mapped``."""
+class PlannedBucket(ABC):
+    """One bucket of an exporter, planned once and filled in each update.  Every rank has one.
 
-    def unmappable(self, group: TrainerGroup) -> Collection[str]:
-        """Names of tensors that engines cannot read where this rank keeps them: cast or computed when they are sent."""
-        ...
+    Attributes:
+        layout: The tensors, or rows of them, in the bucket; the same on every rank.
+        counts: Number of sums that each rank takes, in order of rank.
+        serves: Number of the slot and box of each part that engines read from this rank, if the bucket is scattered.
+            All ranks together serve every element of the layout's tensors once, or the ranks on each of
+            ``BucketUse.reading_hosts`` do, or they do for each of ``leg_hosts``.  Replicas are shared out by bytes.
+        serves_to: As ``serves``, for the engine ranks that read memory on each of ``leg_hosts``.  All ranks together
+            serve every element once to each host: one that is there, if it holds the element.
+    """
 
-    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> Lying:
-        """The parts that ``Scattering.serves`` lists, where this rank keeps them.  No copy, no communication.
+    def __init__(self, layout: BucketLayout, group: TrainerGroup) -> None:
+        self.layout = layout
+        self.counts: Sequence[int] = [0] * group.world_size
+        self.serves: Sequence[tuple[int, Box]] = ()
+        self.serves_to: Mapping[str, Sequence[tuple[int, Box]]] = {}
+
+    def prepare(self, data: torch.Tensor | None) -> None:
+        """Works out what ``fill`` or ``sum_own`` takes.  Moves and communicates nothing, and reads no weights.
+
+        ``data`` is the buffer that will be filled; None if it is not there yet.
+        """
+
+    @abstractmethod
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        """Fills a flat uint8 buffer with the weights as they are now.  Collective.
+
+        The buffer is None on a rank that only contributes its shards.  A scattered bucket gets this rank's parts, and
+        its other bytes stay.  ``sources`` takes this rank's sums, in the wire dtype; None for no sums.
+
+        Returns ``Bucket.sums`` if the bytes were summed while they were copied, else None.
+        """
+
+    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
+        """Folds the sums of all ranks into one for each slot and finds ranks that disagree.  No communication.
+
+        ``answers`` has the sums of each rank, in order: int64 on the CPU, of lengths ``counts``.
+        """
+        return Folded.unknown(self.layout)
+
+    def own_memory(self) -> Lying:
+        """The parts that this rank ``serves``, where it keeps them.  No copy, no communication.
 
         ConfigError names a tensor that is cast or computed when it is sent.
         """
-        ...
+        raise ConfigError(f"{type(self).__name__} lends no memory", hint="leave keep_mapped out")
 
-    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
-        """Sums this rank's parts where they lie, as ``Scattering.fill_own`` does.  No communication."""
-        ...
+    def sum_own(self, sources: SourceSums) -> None:
+        """Sums the parts of ``own_memory``.  No communication."""
+        raise ConfigError(f"{type(self).__name__} lends no memory", hint="leave keep_mapped out")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketUse:
-    """How buckets will be filled.
+class Exporter(ABC):
+    """Presents a model as named, unsharded tensors.  Every trainer rank has one and calls its methods in step.
+
+    A subclass has ``device``, ``specs``, and either ``fill`` or ``plan``.  The other methods have defaults, which say
+    that the exporter cannot do more.
 
     Attributes:
-        scattered: True for ``Scattering.fill_own`` in the place of ``fill``.
-        copies: False if engines read the tensors where they lie, so that nothing is filled.
-        sums: True if this rank's parts will be summed.
-        buffers: The buffers that will be filled in turn; empty if they are not there yet.
+        device: The device of the weights and of a bucket for them.
+        casts: True if it fills a bucket in the dtypes of its layout, where these are other floats than its own.
+        scatters: True if each rank can fill a bucket with its own shards, and lend their memory, for ``direct``.
+        scores: True if it runs the trainer's forward pass, for ``verify="behaviour"``.
     """
 
-    scattered: bool = False
-    copies: bool = True
-    sums: bool = False
-    buffers: Sequence[torch.Tensor] = ()
+    device: torch.device
+    casts: bool = False
+    scatters: bool = False
+    scores: bool = False
 
+    @abstractmethod
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor of an update (name, shape, wire dtype), in one order on all ranks.  No communication."""
 
-@runtime_checkable
-class Planning(Protocol):
-    """An exporter that works out the steps of its buckets before the first update."""
+    def prepare(self, group: TrainerGroup) -> None:
+        """Exchanges which rank holds which shard.  Collective; called before ``plan``, and after ``look_again``.
 
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Works out what filling these buckets, the same on every rank, takes.  Moves and communicates nothing.
-
-        It reads no weights.  Whatever changes until a bucket is filled is noticed then.
+        Every rank raises ConfigError if this model cannot be exported as it is sharded.
         """
-        ...
 
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        """Plans buckets, the same on every rank.  Moves and communicates nothing, and reads no weights.
 
-class Scorer(Protocol):
-    """An exporter that runs the trainer's forward pass, for ``verify="behaviour"``."""
+        It is called before buckets are filled, and again if other buckets are needed or the model was looked at again.
+        """
+        return [_UnplannedBucket(self, layout, group) for layout in layouts]
+
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
+        """Gathers and casts the layout's tensors into the bucket: the ``PlannedBucket.fill`` of the default ``plan``.
+
+        The bucket is None on a rank that only contributes its shards.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot fill a bucket", hint="give it a method fill, or plan")
+
+    def unsummed(self) -> Collection[str]:
+        """Names of tensors that no rank sums before the gather.  The report lists them, since their proof begins later.
+
+        Engines' digests must equal the sums of the others, so their proof covers the gather as well.
+        """
+        return [spec.name for spec in self.specs()]
+
+    def computing_bytes(self) -> int | None:
+        """Most memory, in bytes, that values computed on the way take beside buckets and gather; None if unknown.
+
+        It is 0 if nothing is computed.  No communication.  ``max_extra_bytes`` needs it.
+        """
+        return None
+
+    def changed(self) -> bool:
+        """True if this rank's model is made in another way than when it was looked at last.  No communication.
+
+        Every trainer rank asks at the beginning of each update.  If any of them says yes, all look again.  It is cheap,
+        and never raises.  Other values are no change.
+        """
+        return False
+
+    def look_again(self) -> None:
+        """Looks at the model as it is now, as when the exporter was made; ``prepare`` and ``plan`` follow.
+
+        No communication.  The tensors of an update stay the same ones.
+
+        Raises:
+            ConfigError: The model cannot be sent as it is now, or other tensors would travel.  ``changed`` stays True.
+        """
+
+    def whole_on(self, hosts: Sequence[str]) -> Collection[str]:
+        """The hosts whose trainer ranks hold all weights together, given that of each rank.
+
+        Known after ``prepare``; no communication.
+        """
+        return hosts
+
+    def unmappable(self, group: TrainerGroup) -> Collection[str]:
+        """Names of tensors that engines cannot read where this rank keeps them: cast or computed when they are sent."""
+        return [spec.name for spec in self.specs()]
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first, given the tokens before it.  Collective."""
-        ...
+        raise ConfigError(f"{type(self).__name__} has no forward pass", hint='write verify="resident"')
+
+
+class _UnplannedBucket(PlannedBucket):
+    """A bucket of an exporter that plans nothing."""
+
+    def __init__(self, exporter: Exporter, layout: BucketLayout, group: TrainerGroup) -> None:
+        super().__init__(layout, group)
+        self._exporter = exporter
+        self._group = group
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        bucket = Bucket(self.layout, data) if data is not None else None
+        return self._exporter.fill(bucket, self.layout, self._group)
 
 
 # -- the engines

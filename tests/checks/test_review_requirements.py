@@ -21,6 +21,7 @@ from weightcast.adapters.lmdeploy.payload import bucket_payload as for_lmdeploy
 from weightcast.adapters.registry import OURS
 from weightcast.adapters.sglang.payload import bucket_payload as for_sglang
 from weightcast.comm.shared_buckets import TorchMemory
+from weightcast.protocols import Exporter
 from weightcast.transports.checkpoint_engine import Feed, table
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
@@ -126,16 +127,20 @@ def test_buckets_are_streamed_not_collected() -> None:
     made: list[int] = []
     buffers = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
 
-    class Counting:
+    many = [TensorSpec(name=f"t{index}", dtype="float32", shape=(16,)) for index in range(8)]
+
+    class Counting(Exporter):
+        def specs(self) -> list[TensorSpec]:
+            return many
+
         def fill(self, bucket: Bucket | None, layout: BucketLayout, group: Any) -> None:
             made.append(layout.index)
 
-    from weightcast.exporters.bucketize import bucketize
+    from tests.helpers.exports import ALONE, bucketize
 
-    many = [TensorSpec(name=f"t{index}", dtype="float32", shape=(16,)) for index in range(8)]
     layouts = plan_buckets(many, bucket_bytes=64, packing=Packing())
     assert len(layouts) == 8
-    stream = bucketize(Counting(), layouts, None, buffers)  # type: ignore[arg-type]
+    stream = bucketize(Counting(), layouts, ALONE, buffers)
     assert made == []
     for index in range(3):
         bucket = next(stream)

@@ -35,7 +35,7 @@ from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm.http import Client
 from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
-from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.module import WeightsBucket
 from weightcast.update import bucket_memory
 from weightcast.update.head import Head
 from weightcast.wire.messages import Close
@@ -133,19 +133,19 @@ def test_the_last_buckets_answer_does_for_close(engines, transport, monkeypatch)
 
 def test_the_first_bucket_fills_before_engines_are_asked_for_anything(engines, monkeypatch):
     version, happened = next_version(), list[str]()
-    fill, open_ = ModuleExporter.fill, Head.open
+    fill, open_ = WeightsBucket.fill, Head.open
 
-    def filling(self, bucket, layout, *args):
-        happened.append(f"fill {layout.index}")
+    def filling(self, *args):
+        happened.append(f"fill {self.layout.index}")
         if broken:
             raise ConfigError("this bucket cannot be filled")
-        return fill(self, bucket, layout, *args)
+        return fill(self, *args)
 
     def opening(self, *args):
         happened.append("open")
         return open_(self, *args)
 
-    monkeypatch.setattr(ModuleExporter, "fill", filling)
+    monkeypatch.setattr(WeightsBucket, "fill", filling)
     monkeypatch.setattr(Head, "open", opening)
     before = engines.one.info()
     with connect(trainer_of(version), [engines.one], transport="ipc") as updater:

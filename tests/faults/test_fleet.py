@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.helpers.harness import Engine, next_version, serves_whole, trainer_of
 from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import TargetLost, TargetsFailed, TargetUnreachable, UpdateFailed, WeightcastError
+from weightcast.exporters.gather import GatherBucket
 from weightcast.update import head
 from weightcast.update.messages import AttemptResult
 
@@ -304,16 +306,15 @@ def _fails_once(url: str, versions: Sequence[int], victim: int) -> list[str]:
     said: list[str] = []
     dist.barrier()
     with WeightUpdater.connect(model, [url], **SMALL) as updater:
-        exporter = updater._exporter
-        fill, times = exporter.fill, [0]
+        fill, times = GatherBucket.fill, [0]
 
-        def fail_once(*args: object) -> object:
+        def fail_once(self: GatherBucket, data: Any, sources: Any = None) -> Any:
             times[0] += 1
             if dist.get_rank() == victim and times[0] == 3:
                 raise torch.OutOfMemoryError("for a moment")
-            return fill(*args)
+            return fill(self, data, sources)
 
-        exporter.fill = fail_once  # type: ignore[method-assign]
+        GatherBucket.fill = fail_once  # type: ignore[method-assign]
         for version in versions:
             try:
                 said.append("ok" if updater.update(version=version).ok else "not ok")

@@ -14,13 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.gpu.needs import needs
+from tests.helpers.exports import bucketize
 from tests.helpers.fp8_checkpoints import EXPORTED
 from tests.helpers.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import TrainerRankFailed
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
+from weightcast.protocols import BucketUse
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -45,13 +46,13 @@ def model_of(seed: int) -> nn.Sequential:
     )
 
 
-def export(exporter, group, bucket_bytes: int) -> dict[str, torch.Tensor]:
+def export(exporter, group, bucket_bytes: int, receivers: tuple[int, ...] = (0,)) -> dict[str, torch.Tensor]:
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
-    slots = allocate_slots(exporter.device, bucket_bytes) if group.rank in group.receivers else None
+    slots = allocate_slots(exporter.device, bucket_bytes) if group.rank in receivers else None
     parts: dict[str, list[torch.Tensor]] = {}
     for slot in slots or ():
         slot.random_(0, 256)
-    for bucket in bucketize(exporter, layouts, group, slots):
+    for bucket in bucketize(exporter, layouts, group, slots, use=BucketUse(receivers=receivers)):
         for slot, view in bucket.views() if bucket is not None else ():
             parts.setdefault(slot.spec.name, []).append(view.cpu().clone())
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
@@ -63,10 +64,9 @@ def check(sharded: nn.Module, plain: nn.Module, wire_dtype, *, nccl: bool) -> No
     group = TrainerGroup.connect(device(), timeout_s=60)
     assert group.uses_nccl is nccl
     for receivers in ((0,), tuple(range(group.world_size)), (group.world_size - 1,)):
-        group.receivers = receivers
         for bucket_bytes in (8 * MIB, 256 << 10):
             for _ in range(2):
-                got = export(exporter, group, bucket_bytes)
+                got = export(exporter, group, bucket_bytes, receivers)
                 assert (got != {}) is (group.rank in receivers)
                 for name, tensor in got.items():
                     assert torch.equal(tensor, plain.state_dict()[name].to(wire_dtype or torch.float32).cpu()), name
@@ -126,13 +126,11 @@ def lose_a_rank(how: int, first_messages: bool) -> tuple[str, float]:
     exporter = ModuleExporter(sharded)
     group = TrainerGroup.connect(device(), timeout_s=5)
     if not first_messages:  # then ranks 0 and 1 have exchanged messages before, in both directions
-        group.receivers = (0,)
-        export(exporter, group, 256 << 10)
-        group.receivers = (1,)
-        export(exporter, group, 256 << 10)
-    group.receivers = range(group.world_size)
+        export(exporter, group, 256 << 10, (0,))
+        export(exporter, group, 256 << 10, (1,))
+    use = BucketUse(receivers=tuple(range(group.world_size)))
     layouts = plan_buckets(exporter.specs(), bucket_bytes=256 << 10, packing=Packing())
-    buckets = bucketize(exporter, layouts, group, allocate_slots(device(), 256 << 10))
+    buckets = bucketize(exporter, layouts, group, allocate_slots(device(), 256 << 10), use=use)
     next(buckets)
     if group.rank == 1:
         os.kill(os.getpid(), how)

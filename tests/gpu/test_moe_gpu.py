@@ -20,13 +20,14 @@ import torch
 from tests.gpu.moe import Shape, sharded, zeros
 from tests.gpu.test_reference_engine_gpu import serve
 from tests.gpu.test_updates_gpu import info, needs
+from tests.helpers.exports import bucketize
 from tests.helpers.ranks import Ranks, allocate_slots
 from weightcast import WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import tensor_digest
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
+from weightcast.protocols import BucketUse
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
@@ -79,14 +80,14 @@ def time_gather(shape: Shape, fsdp: int, ep: int, kind: str) -> dict[str, Any]:
     payload = total_bytes(exporter.specs())
     found |= {"tensors": len(exporter.specs()), "buckets": len(layouts), "payload_bytes": payload, "updates": []}
     for receivers in ((0,), tuple(range(group.world_size))):
-        group.receivers = receivers
+        use = BucketUse(receivers=receivers)
         with PeakMemory(here()) as peak:
             slots = allocate_slots(here(), BUCKET_BYTES) if group.rank in receivers else None
             seconds: list[float] = []
             for _ in range(4):
                 group.barrier("start")
                 lap()
-                for _ in bucketize(exporter, layouts, group, slots):
+                for _ in bucketize(exporter, layouts, group, slots, use=use):
                     pass
                 group.barrier("end")
                 seconds.append(lap())
@@ -99,7 +100,7 @@ def time_gather(shape: Shape, fsdp: int, ep: int, kind: str) -> dict[str, Any]:
                 "median_s": median,
                 "gb_per_s": payload / median / 1e9,
                 "peak_extra_bytes": peak.extra_bytes,
-                "digests": check_experts(exporter, layouts, group, model, shape) if kind == "own" else {},
+                "digests": check_experts(exporter, layouts, group, use, model, shape) if kind == "own" else {},
             }
         )
         torch.cuda.empty_cache()
@@ -107,16 +108,18 @@ def time_gather(shape: Shape, fsdp: int, ep: int, kind: str) -> dict[str, Any]:
     return found
 
 
-def check_experts(exporter: Any, layouts: Any, group: TrainerGroup, model: Any, shape: Shape) -> dict[str, str]:
+def check_experts(
+    exporter: Any, layouts: Any, group: TrainerGroup, use: BucketUse, model: Any, shape: Shape
+) -> dict[str, str]:
     """Checks that some experts arrive equal to their ``full_tensor``, and returns the digests."""
     watched = {
         f"model.layers.0.mlp.experts.{expert}.{which}_proj.weight"
         for expert in (0, shape.experts // 2 - 1, shape.experts - 1)
         for which in ("gate", "down")
     }
-    slots = allocate_slots(here(), BUCKET_BYTES) if group.rank in group.receivers else None
+    slots = allocate_slots(here(), BUCKET_BYTES) if group.rank in use.receivers else None
     got: dict[str, torch.Tensor] = {}
-    for bucket in bucketize(exporter, layouts, group, slots):
+    for bucket in bucketize(exporter, layouts, group, slots, use=use):
         for slot, view in bucket.views() if bucket is not None else ():
             if slot.spec.name in watched:
                 assert slot.whole
@@ -129,7 +132,7 @@ def check_experts(exporter: Any, layouts: Any, group: TrainerGroup, model: Any, 
         want = wholes["down_proj"][expert] if "down" in name else wholes["gate_up_proj"][expert, : shape.width]
         assert torch.equal(tensor, want), name
         digests[name] = tensor_digest(tensor.contiguous())
-    assert set(got) == (watched if group.rank in group.receivers else set())
+    assert set(got) == (watched if group.rank in use.receivers else set())
     return digests
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.gpu.test_exporters_gpu import export
+from tests.helpers.exports import bucketize
 from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import NotFinite
 from weightcast.exporters import quantise, quantise_jobs
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.nvfp4 import Nvfp4

@@ -69,8 +69,6 @@ class _Rank:
     def __init__(self, game: Game, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, game.world_size, torch.device("cpu")
         self.hosts = game.hosts
-        self.reading_hosts: tuple[str, ...] = ()
-        self.leg_hosts: tuple[str, ...] = ()
         self._game = game
         self._gathers = self._broadcasts = 0
 

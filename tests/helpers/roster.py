@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weightcast.config import Target, UpdateConfig
+from weightcast.protocols import Exporter
 from weightcast.update.choose import Planner
 from weightcast.update.members import Members
 from weightcast.wire.engine_info import NO_RECEIVER, EngineInfo, RankInfo
@@ -59,6 +60,16 @@ class Roster:
         self.rows.append(row)
 
 
+class Bare(Exporter):
+    """An exporter of nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return ()
+
+
 def members_of(
     infos: dict[str, EngineInfo],
     places: Sequence[str] = ("cpu",),
@@ -74,7 +85,7 @@ def members_of(
     roster: Any = Roster(infos)
     planner = Planner(
         config=UpdateConfig(**options),
-        exporter=exporter or SimpleNamespace(device=torch.device("cpu" if places[0] == "cpu" else "cuda:0")),
+        exporter=exporter or Bare(torch.device("cpu" if places[0] == "cpu" else "cuda:0")),
         specs=tuple(specs),
         places=tuple(places),
         hosts=tuple(hosts),

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from tests.helpers.exports import CPU
+from tests.helpers.exports import CPU, bucketize
 from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
 from weightcast.exporters import sum_messages
-from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import Exporter
+from weightcast.protocols import TO_HEAD, BucketUse, Exporter
 from weightcast.wire.layout import Packing, plan_buckets
 
 
-def summed(exporter: Exporter, group: TrainerGroup, *, bucket_bytes: int, flip: bool = False):
+def summed(exporter: Exporter, group: TrainerGroup, use: BucketUse = TO_HEAD, *, bucket_bytes: int, flip: bool = False):
     """On the head (digests by the ranks' own sums, digests of what was gathered, mismatches); None elsewhere."""
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
-    has_bucket = group.rank in group.receivers
+    has_bucket = group.rank in use.receivers
     slots = allocate_slots(CPU, bucket_bytes) if has_bucket else None
     sources = SourceSums()
     move = TrainerGroup.move
@@ -34,7 +33,7 @@ def summed(exporter: Exporter, group: TrainerGroup, *, bucket_bytes: int, flip: 
     TrainerGroup.move = flipping
     try:
         parts: dict[str, list[torch.Tensor]] = {}
-        for bucket in bucketize(exporter, layouts, group, slots, sources):
+        for bucket in bucketize(exporter, layouts, group, slots, sources, use):
             for slot, view in bucket.views() if bucket is not None else ():
                 parts.setdefault(slot.spec.name, []).append(view.clone())
     finally:
@@ -42,7 +41,7 @@ def summed(exporter: Exporter, group: TrainerGroup, *, bucket_bytes: int, flip: 
     messages = group.gather_bytes(sum_messages.encode(sources.values(), ()))
     if messages is None:
         return None
-    folded, _ = sum_messages.decode(exporter, layouts, group, messages)
+    folded, _ = sum_messages.decode(exporter.plan(layouts, group, use), messages)
     known = all(bool(one.known.all()) for one in folded)
     totals = PlanSums().totals([(layout, one.sums) for layout, one in zip(layouts, folded, strict=True)])
     gathered = {name: tensor_digest(torch.cat(some) if some[0].dim() else some[0]) for name, some in parts.items()}

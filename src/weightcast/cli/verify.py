@@ -146,6 +146,7 @@ def checkpoint_digests(
     from weightcast.comm.trainer_group import TrainerGroup
     from weightcast.digest.bucket_sums import piece_of
     from weightcast.digest.definition import add_partial, as_unsigned, finish, partial_sums
+    from weightcast.protocols import TO_HEAD
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
@@ -155,10 +156,9 @@ def checkpoint_digests(
     data = torch.empty(max([1, *(layout.size_bytes for layout in layouts)]), dtype=torch.uint8)
     totals = {spec.name: 0 for spec in specs}
     done, total = 0, total_bytes(specs)
-    for layout in layouts:
-        bucket = Bucket(layout, data)
-        exporter.fill(bucket, layout, group)
-        for slot, view in bucket.views():
+    for planned in exporter.plan(layouts, group, TO_HEAD):
+        planned.fill(data)
+        for slot, view in Bucket(planned.layout, data).views():
             spec = slot.spec
             piece = piece_of(slot, view.to(dtypes[spec.name]), slot.first_row)
             totals[spec.name] = add_partial(totals[spec.name], as_unsigned(int(partial_sums([piece]).item())))

@@ -56,23 +56,13 @@ _seats = msgspec.json.Decoder(_Seats)
 
 
 class TrainerGroup:
-    """All ranks of the training job, or this process alone.  Made by ``TrainerGroup.connect``.
-
-    Attributes:
-        reading_hosts: Hosts on which engines read trainer ranks' own parts, so that each part is served there; empty if
-            one rank serves it to all engines.  Must be the same on every rank.
-        leg_hosts: Hosts on which engine ranks read trainer ranks' own parts and get the others in messages, and an
-            empty one for engine ranks that get all in messages; empty in another update.  The same on every rank.
-    """
+    """All ranks of the training job, or this process alone.  Made by ``TrainerGroup.connect``."""
 
     def __init__(self, *, device: torch.device, timeout_s: float, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.reading_hosts: tuple[str, ...] = ()
-        self.leg_hosts: tuple[str, ...] = ()
         self._hosts: tuple[str, ...] = ()
-        self._receivers: tuple[int, ...] = (0,)
         self._failure = FailureState(rank=rank, timeout_s=timeout_s)
         self._messages: GlooPeers | None = None
         self._tensors: GlooTensors | NcclTensors | None = None
@@ -92,7 +82,7 @@ class TrainerGroup:
         return group
 
     def renew(self, *, timeout_s: float | None = None) -> None:
-        """Meets the other ranks again after a failure and keeps ``receivers``.  Collective.
+        """Meets the other ranks again after a failure.  Collective.
 
         ``timeout_s`` limits the wait for them; None takes the group's own.  Raises as ``connect``, and all may try
         again.
@@ -175,18 +165,6 @@ class TrainerGroup:
     def is_head(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """The ranks that have a bucket, in order; ``(0,)`` unless set.  Must be the same on every rank."""
-        return self._receivers
-
-    @receivers.setter
-    def receivers(self, ranks: Sequence[int]) -> None:
-        chosen = tuple(sorted(set(ranks)))
-        if not chosen or chosen[0] < 0 or chosen[-1] >= self.world_size:
-            raise ConfigError(f"receivers {list(ranks)} are not ranks of a group of {self.world_size}")
-        self._receivers = chosen
 
     @property
     def uses_nccl(self) -> bool:

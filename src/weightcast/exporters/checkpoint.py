@@ -20,7 +20,7 @@ from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
 from weightcast.exporters.safetensors_file import Entry, Identity, SafetensorsFile, Staging, identity_at, unique
 from weightcast.exporters.structure import check_same
-from weightcast.protocols import BucketUse
+from weightcast.protocols import BucketUse, Exporter, PlannedBucket
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import NAMES, BucketLayout, TensorSpec
 
@@ -44,18 +44,7 @@ class _Read:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _BucketPlan:
-    """The reads that fill a bucket, and the ranks that sum what they have read."""
-
-    layout: BucketLayout
-    receivers: tuple[int, ...]
-    reads: Sequence[_Read]
-    ledger: Ledger
-    slots: torch.Tensor
-
-
-class CheckpointExporter:
+class CheckpointExporter(Exporter):
     """The tensors of a checkpoint, in the order in which they lie on disk (files by name).
 
     A checkpoint whose ``config.json`` ties the embeddings may still have an ``lm_head.weight``.  Engines use the
@@ -92,8 +81,6 @@ class CheckpointExporter:
         self._wire_dtype = wire_dtype
         self._match = match
         self._staging = Staging(self.device)
-        self._sums = PlanSums()
-        self._plans: dict[int, _BucketPlan] = {}
         self._specs = ()
         self._files: list[SafetensorsFile] = []
         self._look()
@@ -134,7 +121,6 @@ class CheckpointExporter:
         self._entries, self._beside = entries, beside
         self._specs = self._specs or specs
         self.skipped = tuple(sorted(skipped))
-        self._plans.clear()
 
     def _identities(self) -> list[Identity | None]:
         """Identities of the files at the path that say which files have the tensors, and which tensors travel."""
@@ -142,11 +128,11 @@ class CheckpointExporter:
         return [identity_at(path) for path in (*own, *(folder / name for name in (*_NAMES, "config.json")))]
 
     def changed(self) -> bool:
-        """Implements ``Replanning.changed``: True if a file was written, or another one is at its path."""
+        """Implements ``Exporter.changed``: True if a file was written, or another one is at its path."""
         return self._identities() != self._beside or any([file.changed(header=True) for file in self._files])
 
     def look_again(self) -> None:
-        """Implements ``Replanning.look_again``: opens the checkpoint that is at the path now."""
+        """Implements ``Exporter.look_again``: opens the checkpoint that is at the path now."""
         self._look()
 
     def __enter__(self) -> CheckpointExporter:
@@ -165,7 +151,7 @@ class CheckpointExporter:
         return self._specs
 
     def computing_bytes(self) -> int:
-        """As ``Budgeted.computing_bytes``: nothing is computed."""
+        """As ``Exporter.computing_bytes``: nothing is computed."""
         return 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,45 +162,27 @@ class CheckpointExporter:
             file.read(entry, 0, tensor.view(-1), self._staging)
             yield spec.name, tensor
 
-    def prepare(self, group: TrainerGroup) -> None:
-        """Does nothing: every rank reads the same files."""
-
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Implements ``Planning.plan``: reads that follow each other, on disk and in a bucket, become one."""
-        for layout in layouts:
-            ledger = self._plan(layout, group.receivers).ledger
-            if use.sums and group.is_head:
-                ledger.prepare(group.world_size)
-        if use.sums and group.rank in group.receivers:
-            self._sums = PlanSums(layouts)
-            self._sums.prepare(self.device)
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        """Reads the layout's tensors into the bucket.  No communication: every receiver reads its own disk.
-
-        Args:
-            bucket: This rank's bucket; None on a rank that has nothing to do.
-            layout: Tensors, or rows of them, in the bucket.
-            group: Not used.
-            sources: The same as for ``Summing.fill``.  A receiver sums in its bucket the bytes that it has read.
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        """Implements ``Exporter.plan``: reads that follow each other, on disk and in a bucket, become one.
 
         Raises:
-            ConfigError: The layout has a tensor that this checkpoint does not have.
+            ConfigError: A layout has a tensor that this checkpoint does not have.
+        """
+        sums = PlanSums(layouts)
+        return [_ReadBucket(self, layout, group, use, self._reads_of(layout), sums) for layout in layouts]
+
+    def read(self, data: torch.Tensor, reads: Sequence[_Read]) -> None:
+        """Fills a bucket's memory.
+
+        Raises:
             WeightcastError: A file of the checkpoint has changed since this update began, or the disk failed.
         """
-        if bucket is None:
-            return
-        plan = self._plan(layout, group.receivers)
-        for read in plan.reads:
+        for read in reads:
             size_bytes = read.entry.shape[0] * read.dtype.itemsize
-            target = bucket.data[read.first_byte : read.first_byte + size_bytes].view(read.dtype)
+            target = data[read.first_byte : read.first_byte + size_bytes].view(read.dtype)
             read.file.read(read.entry, 0, target, self._staging)
         self._staging.wait()
         self._check_unchanged()
-        if sources is not None:
-            sources.reserve(len(layout.slots)).add(plan.slots, self._sums.of(bucket))
 
     def _check_unchanged(self) -> None:
         """Refuses what was read if a file was replaced or written meanwhile, so that two checkpoints never mix."""
@@ -226,29 +194,9 @@ class CheckpointExporter:
                 hint="update when the checkpoint has been saved, or save each one in a folder of its own",
             )
 
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``."""
-        return [len(layout.slots) if rank in group.receivers else 0 for rank in range(group.world_size)]
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``Summing.fold``; names receivers whose disks differ."""
-        return self._plan(layout, group.receivers).ledger.fold(answers)
-
     def unsummed(self) -> Collection[str]:
-        """Implements ``Summing.unsummed``."""
+        """Implements ``Exporter.unsummed``."""
         return ()
-
-    def _plan(self, layout: BucketLayout, receivers: tuple[int, ...]) -> _BucketPlan:
-        plan = self._plans.get(layout.index)
-        if plan is None or plan.layout != layout or plan.receivers != receivers:
-            ledger = Ledger(len(layout.slots))
-            for number, slot in enumerate(layout.slots):
-                read = ledger.group(slot.spec.name, number)
-                for rank in receivers:
-                    ledger.expect(rank, read)
-            plan = _BucketPlan(layout, receivers, self._reads_of(layout), ledger, torch.arange(len(layout.slots)))
-            self._plans[layout.index] = plan
-        return plan
 
     def _reads_of(self, layout: BucketLayout) -> list[_Read]:
         reads: list[_Read] = []
@@ -315,6 +263,55 @@ class CheckpointExporter:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(f"{path} lists {missing[0]}{more} in {weight_map[missing[0]]}, which does not have it")
         return entries, skipped
+
+
+class _ReadBucket(PlannedBucket):
+    """A bucket that every receiver reads from its own disk.  A receiver sums in its bucket the bytes that it has read.
+
+    ``fold`` names receivers whose disks differ.
+    """
+
+    def __init__(
+        self,
+        exporter: CheckpointExporter,
+        layout: BucketLayout,
+        group: TrainerGroup,
+        use: BucketUse,
+        reads: Sequence[_Read],
+        sums: PlanSums,
+    ) -> None:
+        super().__init__(layout, group)
+        self._exporter = exporter
+        self._group = group
+        self._use = use
+        self._reads = reads
+        self._sums = sums
+        self._slots = torch.arange(len(layout.slots))
+        self._ledger = Ledger(len(layout.slots))
+        for number, slot in enumerate(layout.slots):
+            read = self._ledger.group(slot.spec.name, number)
+            for rank in use.receivers:
+                self._ledger.expect(rank, read)
+        self.counts = [self._ledger.count(rank) for rank in range(group.world_size)]
+
+    def prepare(self, data: torch.Tensor | None) -> None:
+        """Implements ``PlannedBucket.prepare``."""
+        if self._use.sums and self._group.is_head:
+            self._ledger.prepare(self._group.world_size)
+        if self._use.sums and self._group.rank in self._use.receivers:
+            self._sums.prepare(self._exporter.device)
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> None:
+        """Implements ``PlannedBucket.fill``.  No communication; errors as for ``CheckpointExporter.read``."""
+        if data is None:
+            return
+        self._exporter.read(data, self._reads)
+        if sources is not None:
+            sources.reserve(len(self._slots)).add(self._slots, self._sums.of(Bucket(self.layout, data)))
+
+    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``PlannedBucket.fold``."""
+        return self._ledger.fold(answers)
 
 
 def _only_file(folder: Path) -> Path:

@@ -54,4 +54,13 @@ def claimed(model: object, wire_dtype: torch.dtype | None) -> Exporter | None:
             hint="pass an exporter, or uninstall all but one of these packages",
         )
     kind = claims[0].made if claims else None
-    return None if kind is None else kind.exporter(model, wire_dtype)
+    if kind is None:
+        return None
+    exporter = kind.exporter(model, wire_dtype)
+    if not isinstance(exporter, Exporter):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{type(exporter).__name__}, which {claims[0].name} of {claims[0].package} makes of a model of type "
+            f"{type(model).__name__}, is no exporter",
+            hint=f"let its class derive from weightcast.protocols.Exporter, in {claims[0].package}",
+        )
+    return exporter

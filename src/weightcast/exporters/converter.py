@@ -13,12 +13,12 @@ import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.copies import Flat
+from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
-from weightcast.protocols import BucketUse
+from weightcast.protocols import BucketUse, Exporter, PlannedBucket
 from weightcast.wire.box import contiguous_strides
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -48,7 +48,7 @@ class _Step:
     offset: int
 
 
-class BridgeExporter:
+class BridgeExporter(Exporter):
     """The tensors that a bridge yields.
 
     A bridge holds one whole tensor at a time beside the buckets.  Its stream has an order, so the tensors of a bucket
@@ -78,7 +78,6 @@ class BridgeExporter:
         device: torch.device | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
-        self._weights = weights
         if specs is None:
             specs = [
                 TensorSpec.of(name, tensor, dtype=casting.wire_dtype(tensor.dtype, wire_dtype))
@@ -90,66 +89,18 @@ class BridgeExporter:
         self._specs = tuple(specs)
         self._order = {spec.name: number for number, spec in enumerate(specs)}
         self.device = device or torch.device("cpu")
-        self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
-        self._at = -1
-        self._now: torch.Tensor | None = None
-        self._plans: dict[int, tuple[BucketLayout, list[_Step]]] = {}
+        self._stream = _Stream(weights)
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the bridge's order."""
         return self._specs
 
-    def changed(self) -> bool:
-        """Implements ``Replanning.changed``: a bridge says anew in each update what it has, and ``fill`` compares."""
-        return False
-
-    def look_again(self) -> None:
-        """Does nothing, because nothing was planned."""
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Does nothing: the bridge itself knows which rank holds which shard."""
-
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Implements ``Planning.plan``.  The bridge itself works for each tensor of each update."""
-        for layout in layouts:
-            self._steps(layout)
-
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
-        """Reads the stream up to the layout's last tensor.  Collective if the bridge is.
-
-        Args:
-            bucket: This rank's bucket; None on a rank that only takes part in the bridge's communication.
-            layout: Tensors, or rows of them, in the bridge's order.
-            group: The trainer ranks, which learn if this rank fails.
-
-        Raises:
-            ConfigError: The layout has a tensor that the bridge does not have, or another order.
-            WeightcastError: The bridge yields other tensors than before.
-        """
-        try:
-            flat = Flat(bucket.data) if bucket is not None else None
-            steps = self._steps(layout)
-            for step in steps:
-                part = self._advance(step)
-                if flat is not None:
-                    if step.rows is not None:
-                        part = part.narrow(0, *step.rows)
-                    flat.region(step.dtype, step.shape, step.stride, step.offset, as_bits=False).copy_(part)
-        except BaseException as error:
-            self._end()
-            group.abort(f"{type(error).__name__}: {error}")
-            raise
-        if steps[-1].ends:
-            for name, _ in self._stream or ():
-                self._end()
-                raise WeightcastError(f"the bridge yields {name} after its last tensor, and did not before")
-            self._end()
-
-    def _steps(self, layout: BucketLayout) -> list[_Step]:
-        known = self._plans.get(layout.index)
-        if known is None or known[0] != layout:
-            known = self._plans[layout.index] = layout, [self._step(slot) for slot in layout.slots]
-        return known[1]
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        """Implements ``Exporter.plan``.  ``ConfigError`` if a layout has a tensor that the bridge does not have."""
+        return [
+            _StreamBucket(layout, group, self._stream, [self._step(slot) for slot in layout.slots])
+            for layout in layouts
+        ]
 
     def _step(self, slot: TensorSlot) -> _Step:
         spec, number = slot.spec, self._order.get(slot.spec.name)
@@ -169,13 +120,54 @@ class BridgeExporter:
             offset=slot.offset_bytes // spec.torch_dtype.itemsize,
         )
 
-    def _advance(self, step: _Step) -> torch.Tensor:
+
+class _StreamBucket(PlannedBucket):
+    """A bucket of tensors in the bridge's order, filled from the bridge's stream.
+
+    ``fill`` raises ``ConfigError`` if the bridge has another order, and ``WeightcastError`` if it yields other tensors
+    than before.
+    """
+
+    def __init__(self, layout: BucketLayout, group: TrainerGroup, stream: _Stream, steps: Sequence[_Step]) -> None:
+        super().__init__(layout, group)
+        self._group = group
+        self._stream = stream
+        self._steps = steps
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> None:
+        """Reads the stream up to the layout's last tensor.  Collective if the bridge is."""
+        try:
+            flat = Flat(data) if data is not None else None
+            for step in self._steps:
+                part = self._stream.advance(step)
+                if flat is not None:
+                    if step.rows is not None:
+                        part = part.narrow(0, *step.rows)
+                    flat.region(step.dtype, step.shape, step.stride, step.offset, as_bits=False).copy_(part)
+            if self._steps[-1].ends:
+                self._stream.check_over()
+        except BaseException as error:
+            self._stream.end()
+            self._group.abort(f"{type(error).__name__}: {error}")
+            raise
+
+
+class _Stream:
+    """The tensors that a bridge yields, read once in each update."""
+
+    def __init__(self, weights: NamedTensors) -> None:
+        self._weights = weights
+        self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._at = -1
+        self._now: torch.Tensor | None = None
+
+    def advance(self, step: _Step) -> torch.Tensor:
         """The tensor of a slot.  The first row of the first tensor starts the stream anew."""
         spec, number = step.spec, step.number
         if step.further and number == self._at and self._now is not None:
             return self._now
         if number == 0 and not step.further:  # a new update, even if the last one failed halfway
-            self._end()
+            self.end()
             self._stream = iter(self._weights())
         if step.further or self._stream is None or number != self._at + 1:
             raise ConfigError(
@@ -189,5 +181,12 @@ class BridgeExporter:
         self._at, self._now = number, found[1].detach()
         return self._now
 
-    def _end(self) -> None:
+    def check_over(self) -> None:
+        """Raises ``WeightcastError`` if the bridge yields more; ends the stream."""
+        for name, _ in self._stream or ():
+            raise WeightcastError(f"the bridge yields {name} after its last tensor, and did not before")
+        self.end()
+
+    def end(self) -> None:
+        """Drops the stream and its tensor; the first tensor starts it anew."""
         self._stream, self._at, self._now = None, -1, None

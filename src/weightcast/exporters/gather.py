@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -23,10 +23,10 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
 from weightcast.exporters.held_parts import Batch, Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
-from weightcast.exporters.own_parts import OwnMemory, OwnParts
+from weightcast.exporters.own_parts import OwnParts
 from weightcast.exporters.ownership import Shared, SharedPart
-from weightcast.protocols import BucketUse
-from weightcast.wire.box import Box, is_one_run, slices
+from weightcast.protocols import BucketUse, Lying, PlannedBucket
+from weightcast.wire.box import is_one_run, slices
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.layout import BucketLayout, TensorSpec
@@ -54,7 +54,6 @@ class Gatherer:
         self._held = HeldParts(self._specs, local, watch, batch)
         self._shared = shared
         self._group: TrainerGroup | None = None
-        self._plans: dict[int, tuple[GatherPlan, OwnParts]] = {}
 
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part, as ``Shared.agree`` does.  Collective."""
@@ -62,85 +61,19 @@ class Gatherer:
             return
         prepare_kernels(group.device)
         self._shared.agree(group)
-        self._plans.clear()
         self._group = group
 
-    def plan(
-        self,
-        layout: BucketLayout,
-        group: TrainerGroup,
-        use: BucketUse,
-        *,
-        data: torch.Tensor | None = None,
-        receivers: tuple[int, ...] | None = None,
-    ) -> None:
-        """Works out what a bucket needs; see ``Planning.plan``.
-
-        Args:
-            data: The buffer that it will be filled into; None if that is not there yet.
-            receivers: As for ``fill``.
-        """
-        receivers = tuple(range(group.world_size)) if use.scattered else receivers or group.receivers
-        plan, own = self._plan(layout, group, receivers, scattered=use.scattered)
-        if use.sums and group.is_head:
-            plan.ledger.prepare(group.world_size)
-        with torch.no_grad():
-            copies = use.copies and group.rank in receivers
-            own.prepare(group.device, copies=copies, sums=use.sums, data=data)
-
-    def fill(
-        self,
-        bucket: Bucket | None,
-        layout: BucketLayout,
-        group: TrainerGroup,
-        receivers: tuple[int, ...] | None = None,
-        sources: SourceSums | None = None,
-    ) -> torch.Tensor | None:
-        """Writes the layout's tensors into the bucket of every receiver.  Collective.
-
-        When it returns, the bucket is complete and the model's memory may be written again.
-
-        Args:
-            bucket: This rank's bucket, on a receiver; None elsewhere.
-            receivers: The ranks that have a bucket, in order; None for ``group.receivers``.
-            sources: Takes the sums of this rank's parts, as ``fold`` reads them; None for no sums.
-
-        Returns:
-            ``Bucket.sums``, where this rank copied all of the bucket itself and nothing was cast or computed.
-
-        Raises:
-            ConfigError: The layout is not of these tensors, or the model has changed since it was prepared.
-            TrainerRankFailed: Another rank failed; the message names it.
-        """
-        self.prepare(group)
-        try:
-            return self._fill(bucket, layout, group, receivers or group.receivers, sources)
-        except BaseException as error:
-            # The other ranks would wait for this one until their deadline.
-            group.abort(f"{type(error).__name__}: {error}")
-            raise
-
-    def fill_own(
-        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        """Writes this rank's parts into its own bucket; other bytes stay, nothing moves.  Errors as for ``fill``."""
-        plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
-        taker = sources.reserve(plan.ledger.count(group.rank)) if sources is not None else None
-        with torch.no_grad():
-            summed = own.copy_into(bucket, taker) is not None if own else False
-            if taker is not None:
-                own.sum_in_place(taker, summed_on_the_way=summed)
-
-    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
-        """Number of the slot and box of each part that engines read from this rank; see ``Scattering.serves``."""
-        return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves
-
-    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
-        """The same for engine ranks on each host; see ``Scattering.serves_to``."""
-        return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves_to
+    def plan(self, layout: BucketLayout, group: TrainerGroup, use: BucketUse) -> GatherBucket:
+        """Plans a bucket.  ``ConfigError`` if the layout is not of these tensors."""
+        tensors = {
+            slot.spec.name: self._as_sent(number, slot.spec)
+            for slot in layout.slots
+            if (number := self._held.number.get(slot.spec.name)) is not None
+        }
+        return GatherBucket(plan_gather(layout, tensors, group, use), group, use, self._held)
 
     def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Hosts whose ranks hold all tensors together; see ``Scattering.whole_on``."""
+        """Hosts whose ranks hold all tensors together; see ``Exporter.whole_on``."""
         whole = set(hosts)
         seen: dict[int, object] = {}
         for number in range(len(self._specs)):
@@ -153,66 +86,12 @@ class Gatherer:
         return frozenset(whole)
 
     def unmappable(self, group: TrainerGroup) -> list[str]:
-        """Names of tensors that others cannot read where this rank keeps them; see ``Mappable.unmappable``."""
-        self.prepare(group)
+        """Names of tensors that others cannot read where this rank keeps them; see ``Exporter.unmappable``."""
         return [
             spec.name
             for number, spec in enumerate(self._specs)
             if any(not _lies_as_it_travels(held, spec, group.device) for held in self._held.local(number))
         ]
-
-    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
-        """Places of the parts that engines read where this rank keeps them; see ``Mappable.own_memory``."""
-        self.prepare(group)
-        plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
-        return own.lying(plan.serves)
-
-    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
-        """Sums this rank's parts where they lie; see ``Mappable.sum_own``."""
-        plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
-        taker = sources.reserve(plan.ledger.count(group.rank))
-        with torch.no_grad():
-            if own:
-                own.sum_in_place(taker, summed_on_the_way=False)
-
-    def source_counts(
-        self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...] | None = None
-    ) -> list[int]:
-        """Number of sums that each rank takes of a bucket, in order of rank."""
-        ledger = self._plan(layout, group, receivers or group.receivers)[0].ledger
-        return [ledger.count(rank) for rank in range(group.world_size)]
-
-    def fold(
-        self,
-        layout: BucketLayout,
-        group: TrainerGroup,
-        answers: Sequence[torch.Tensor],
-        receivers: tuple[int, ...] | None = None,
-    ) -> Folded:
-        """Combines ``answers``, the sums of each rank in order: int64 on the CPU, as many as ``source_counts`` says."""
-        return self._plan(layout, group, receivers or group.receivers)[0].ledger.fold(answers)
-
-    def _plan(
-        self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...], *, scattered: bool | None = None
-    ) -> tuple[GatherPlan, OwnParts]:
-        known = self._plans.get(layout.index)
-        if scattered is None:  # for sums: as the bucket was filled
-            scattered = known is not None and known[0].scattered and known[0].receivers == receivers
-        if (
-            known is None
-            or (known[0].receivers, known[0].scattered) != (receivers, scattered)
-            or (known[0].reading_hosts, known[0].leg_hosts) != (group.reading_hosts, group.leg_hosts)
-            or known[0].layout != layout
-        ):
-            tensors = {
-                slot.spec.name: self._as_sent(number, slot.spec)
-                for slot in layout.slots
-                if (number := self._held.number.get(slot.spec.name)) is not None
-            }
-            plan = plan_gather(layout, tensors, group, receivers, scattered=scattered)
-            own = OwnParts(layout, plan.own, self._held)
-            known = self._plans[layout.index] = plan, own
-        return known
 
     def _as_sent(self, number: int, sent: TensorSpec) -> tuple[TensorSpec, Sequence[SharedPart]]:
         """A tensor and its parts, for a layout that may have it in another dtype, to which it is cast then."""
@@ -221,70 +100,102 @@ class Gatherer:
             return spec, parts
         return msgspec.structs.replace(spec, dtype=sent.dtype), [replace(part, ready=False) for part in parts]
 
-    def _fill(
-        self,
-        bucket: Bucket | None,
-        layout: BucketLayout,
-        group: TrainerGroup,
-        receivers: tuple[int, ...],
-        sources: SourceSums | None,
-    ) -> torch.Tensor | None:
-        if (group.rank in receivers) != (bucket is not None):
+
+class GatherBucket(PlannedBucket):
+    """A bucket that ranks fill from the parts that they hold.
+
+    When ``fill`` returns, the bucket is complete and the model's memory may be written again.  ``fill`` returns sums
+    where this rank copied all of the bucket itself and nothing was cast or computed.  It raises ``ConfigError`` if the
+    model has changed since the bucket was planned, and ``TrainerRankFailed`` if another rank failed.
+    """
+
+    def __init__(self, plan: GatherPlan, group: TrainerGroup, use: BucketUse, held: HeldParts) -> None:
+        super().__init__(plan.layout, group)
+        self.counts = [plan.ledger.count(rank) for rank in range(group.world_size)]
+        self.serves, self.serves_to = plan.serves, plan.serves_to
+        self._plan = plan
+        self._group = group
+        self.use = use
+        self._held = held
+        self._own = OwnParts(plan.layout, plan.own, held, group.device)
+
+    def prepare(self, data: torch.Tensor | None) -> None:
+        """Implements ``PlannedBucket.prepare``."""
+        group, use = self._group, self.use
+        if use.sums and group.is_head:
+            self._plan.ledger.prepare(group.world_size)
+        with torch.no_grad():
+            copies = use.copies and group.rank in self._plan.receivers
+            self._own.prepare(copies=copies, sums=use.sums, data=data)
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        """Implements ``PlannedBucket.fill``."""
+        plan, own, group = self._plan, self._own, self._group
+        if (group.rank in plan.receivers) != (data is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
-        plan, own = self._plan(layout, group, receivers, scattered=False)
-        taker = sources.reserve(plan.ledger.count(group.rank)) if sources is not None else None
-        what = f"its part of bucket {layout.index}"
+        bucket = Bucket(self.layout, data) if data is not None else None
+        taker = sources.reserve(self.counts[group.rank]) if sources is not None else None
+        what = f"its part of bucket {self.layout.index}"
         sums = None
         with torch.no_grad():
-            if bucket is not None and own:
-                sums = own.copy_into(bucket, taker)
+            look = own.look() if own and (bucket is not None or taker is not None) else None
+            if bucket is not None and look is not None:
+                sums = own.copy_into(bucket, taker, look)
             if plan.gathers:
                 assert bucket is not None
                 group.all_gather([bucket.view(slot) for slot in plan.gathers], what=what)
             scratch = _Scratch(plan.scratch_bytes, group.device)
             for wave in plan.waves:
-                self._move(wave, bucket, group, scratch, what, taker)
-            if taker is not None:
+                self._move(wave, bucket, scratch, what, taker)
+            if taker is not None and look is not None and sums is None:
                 # Last, because the other ranks do not wait for it.
-                own.sum_in_place(taker, summed_on_the_way=sums is not None)
-        return sums if not plan.gathers and not plan.waves else None
+                own.sum_in_place(taker, look)
+        return None if plan.gathers or plan.waves or self.use.scattered else sums
+
+    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``PlannedBucket.fold``."""
+        return self._plan.ledger.fold(answers)
+
+    def own_memory(self) -> Lying:
+        """Implements ``PlannedBucket.own_memory``."""
+        return self._own.lying(self._plan.serves)
+
+    def sum_own(self, sources: SourceSums) -> None:
+        """Implements ``PlannedBucket.sum_own``."""
+        taker = sources.reserve(self.counts[self._group.rank])
+        with torch.no_grad():
+            if self._own:
+                self._own.sum_in_place(taker, self._own.look())
 
     def _move(
-        self,
-        wave: Sequence[Parcel],
-        bucket: Bucket | None,
-        group: TrainerGroup,
-        scratch: _Scratch,
-        what: str,
-        taker: Taker | None,
+        self, wave: Sequence[Parcel], bucket: Bucket | None, scratch: _Scratch, what: str, taker: Taker | None
     ) -> None:
+        rank = self._group.rank
         scratch.reset()
         sends: list[Move] = []
         receives: list[Move] = []
         scatters: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parcel in wave:
-            if parcel.source == group.rank:
-                outgoing = self._outgoing(parcel, bucket, group, scratch, taker)
+            if parcel.source == rank:
+                outgoing = self._outgoing(parcel, bucket, scratch, taker)
                 sends.extend(Move(target, outgoing) for target in parcel.targets)
-            elif group.rank in parcel.targets:
+            elif rank in parcel.targets:
                 assert bucket is not None
                 place = incoming = region(bucket, parcel.slot, parcel.box)
                 if parcel.target_scratch_bytes:
                     incoming = scratch.take(parcel.box.shape, parcel.slot.spec.torch_dtype)
                     scatters.append((place, incoming))
                 receives.append(Move(parcel.source, incoming))
-        group.move(sends, receives, what=what)
+        self._group.move(sends, receives, what=what)
         for place, incoming in scatters:
             place.copy_(incoming)
 
-    def _outgoing(
-        self, parcel: Parcel, bucket: Bucket | None, group: TrainerGroup, scratch: _Scratch, taker: Taker | None
-    ) -> torch.Tensor:
+    def _outgoing(self, parcel: Parcel, bucket: Bucket | None, scratch: _Scratch, taker: Taker | None) -> torch.Tensor:
         if not parcel.source_scratch_bytes and bucket is not None and is_one_run(parcel.box.shape, parcel.slot.shape):
             return region(bucket, parcel.slot, parcel.box)  # cast and in place already
         held = self._held.find(parcel.slot.spec.name, parcel.box)
         if not parcel.source_scratch_bytes:
-            return _as_it_lies(held, parcel, group.device)
+            return _as_it_lies(held, parcel, self._group.device)
         outgoing = scratch.take(parcel.box.shape, parcel.slot.spec.torch_dtype)
         held.write(parcel.box, outgoing)
         if taker is not None and parcel.summed_at is not None:

@@ -15,6 +15,7 @@ from weightcast.digest.source_sums import Ledger
 from weightcast.errors import ConfigError
 from weightcast.exporters.own_parts import OwnPart
 from weightcast.exporters.ownership import SharedPart
+from weightcast.protocols import BucketUse
 from weightcast.wire.box import Box, is_one_run, split
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
@@ -54,14 +55,12 @@ class GatherPlan:
     """One rank's work for one bucket.
 
     Attributes:
+        receivers: The ranks that have a bucket, in order.
         gathers: Slots that one all-gather fills.
         waves: Batches of parcels that this rank sends or receives.
         scratch_bytes: Scratch memory that the largest wave needs.
-        scattered: True if nothing moves between ranks: each rank's bucket has that rank's own parts.
-        reading_hosts: As ``TrainerGroup.reading_hosts`` at the time of planning.
-        leg_hosts: As ``TrainerGroup.leg_hosts`` at the time of planning.
         serves: If scattered, the number of the slot and the box of each part that engines read from this rank.
-        serves_to: The same for each of ``leg_hosts``.
+        serves_to: The same for each of ``use.leg_hosts``.
     """
 
     layout: BucketLayout
@@ -71,9 +70,6 @@ class GatherPlan:
     gathers: list[TensorSlot] = field(default_factory=list[TensorSlot])
     waves: list[list[Parcel]] = field(default_factory=list[list[Parcel]])
     scratch_bytes: int = 0
-    scattered: bool = False
-    reading_hosts: tuple[str, ...] = ()
-    leg_hosts: tuple[str, ...] = ()
     serves: list[tuple[int, Box]] = field(default_factory=list[tuple[int, Box]])
     serves_to: dict[str, list[tuple[int, Box]]] = field(default_factory=dict[str, list[tuple[int, Box]]])
 
@@ -82,24 +78,16 @@ def plan_gather(
     layout: BucketLayout,
     tensors: Mapping[str, tuple[TensorSpec, Sequence[SharedPart]]],
     group: TrainerGroup,
-    receivers: tuple[int, ...],
-    *,
-    scattered: bool = False,
+    use: BucketUse,
 ) -> GatherPlan:
-    """Works out one bucket's gather.  ``scattered`` leaves each part on the ranks that hold it.
+    """Works out one bucket's gather.
 
     Raises:
         ConfigError: The layout has a tensor that the exporter does not have, or no rank on a reading host holds a part.
     """
-    plan = GatherPlan(
-        layout,
-        receivers,
-        Ledger(len(layout.slots)),
-        scattered=scattered,
-        reading_hosts=group.reading_hosts,
-        leg_hosts=group.leg_hosts,
-        serves_to={host: [] for host in group.leg_hosts},
-    )
+    receivers = tuple(range(group.world_size)) if use.scattered else use.receivers
+    ledger = Ledger(len(layout.slots))
+    plan = GatherPlan(layout, receivers, ledger, serves_to={host: [] for host in use.leg_hosts})
     budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
     budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
     load: Counter[int] = Counter()
@@ -114,19 +102,19 @@ def plan_gather(
                 f"bucket {layout.index} carries {slot.spec.name} as {slot.spec.dtype} {list(slot.spec.shape)}, "
                 f"and the exporter {'does not have it' if spec is None else f'has {spec.dtype} {list(spec.shape)}'}"
             )
-        gathered = not scattered and _in_rank_order(slot, parts, group, receivers)
+        gathered = not use.scattered and _in_rank_order(slot, parts, group, receivers)
         if gathered:
             plan.gathers.append(slot)
         for part in parts:
             box = _cut_rows(part.box, slot)
             if box is None:
                 continue
-            if scattered:
+            if use.scattered:
                 _expect_sums(plan, index, part, box, None, group.rank)
                 size_bytes = box.numel * slot.spec.torch_dtype.itemsize
-                if group.leg_hosts:
+                if use.leg_hosts:
                     mine = False
-                    for host in group.leg_hosts:
+                    for host in use.leg_hosts:
                         near = [rank for rank in part.holders if host and group.hosts[rank] == host]
                         chosen = _least_loaded(near or part.holders, load if host else far_load, size_bytes)
                         if chosen == group.rank:
@@ -135,7 +123,7 @@ def plan_gather(
                     if mine:
                         plan.serves.append((index, box))
                     continue
-                candidates = _on_each_host(slot, part, group) if group.reading_hosts else (part.holders,)
+                candidates = _on_each_host(slot, part, group, use) if use.reading_hosts else (part.holders,)
                 if group.rank in [_least_loaded(holders, load, size_bytes) for holders in candidates]:
                     plan.serves.append((index, box))
                 continue
@@ -240,10 +228,10 @@ def _parcels(
         yield parcel(small)
 
 
-def _on_each_host(slot: TensorSlot, part: SharedPart, group: TrainerGroup) -> list[list[int]]:
+def _on_each_host(slot: TensorSlot, part: SharedPart, group: TrainerGroup, use: BucketUse) -> list[list[int]]:
     """The holders of a part on each host whose engines read it."""
     hosts = group.hosts
-    found: dict[str, list[int]] = {host: [] for host in group.reading_hosts}
+    found: dict[str, list[int]] = {host: [] for host in use.reading_hosts}
     for rank in part.holders:
         if hosts[rank] in found:
             found[hosts[rank]].append(rank)

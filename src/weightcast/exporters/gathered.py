@@ -14,17 +14,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.mapping import Family
 from weightcast.exporters.module import NamedExporter
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.peft_layers import adapter_tensors
-from weightcast.protocols import BucketUse
 from weightcast.wire.box import Box
-from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout
 
 
 class GatheredTensors(PlacedTensors, ABC):
@@ -44,7 +39,13 @@ class GatheredTensors(PlacedTensors, ABC):
         """A block in which these tensors are whole on every rank.  Collective."""
 
     @contextmanager
-    def imagined(self, numbers: Sequence[int]) -> Generator[None]:
+    def reading(self, numbers: Sequence[int]) -> Generator[None]:
+        """A block in which these tensors are whole.  Collective."""
+        with self.gathered(numbers), self.looking():
+            yield
+
+    @contextmanager
+    def planning(self, numbers: Sequence[int]) -> Generator[None]:
         """A block in which these tensors are as large as if they were gathered, and have no values.
 
         Nothing is gathered.  Their memory is as much as that of the gathered tensors, and on the host it is never
@@ -57,7 +58,8 @@ class GatheredTensors(PlacedTensors, ABC):
             for number, place in places.items()
         }
         try:
-            yield
+            with self.looking():
+                yield
         finally:
             self._imagined = {}
 
@@ -67,7 +69,7 @@ class GatheredTensors(PlacedTensors, ABC):
         return super().tensor(number) if found is None else found
 
     def imagines(self) -> bool:
-        """True inside ``imagined``."""
+        """True inside ``planning``."""
         return bool(self._imagined)
 
     def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
@@ -129,20 +131,3 @@ class GatheredExporter(NamedExporter, ABC):
                 "partitioned what it was. Nothing has been sent, and the engines serve what they served",
                 hint="undo the change before the update, or close this updater and connect again",
             )
-
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Implements ``Planning.plan``."""
-        for layout in layouts:
-            with self._tensors.imagined(self.sources(layout)):
-                super().plan([layout], group, use)
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> torch.Tensor | None:
-        """Gathers the bucket's parameters, fills the bucket, and partitions them again.  Collective.
-
-        Raises:
-            The same as ``ModuleExporter.fill``.
-        """
-        with self._tensors.gathered(self.sources(layout)):
-            return super().fill(bucket, layout, group, sources)

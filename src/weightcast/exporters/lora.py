@@ -7,6 +7,7 @@ They never change the trainer's own weights.  ``peft_layers.py`` merges adapters
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.source_sums import Mismatch, SourceSums
 from weightcast.errors import ConfigError
-from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.gather import GatherBucket, Gatherer
 from weightcast.exporters.held_parts import Computed, Held, InMemory
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.ownership import SharedParts, as_stored
@@ -77,31 +78,10 @@ def names_without_adapters(model: nn.Module) -> Callable[[nn.Module, str, str], 
     return name_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _BucketAdapters:
-    """The adapters of one bucket's weights.
-
-    Attributes:
-        by_peft: Numbers of the weights that PEFT merges.
-        adapters: Layout of the bucket that gathers the other adapters; None if there are none.
-        slots: The slot of each adapter's tensor in it, by number.
-    """
-
-    layout: BucketLayout
-    by_peft: tuple[int, ...]
-    adapters: BucketLayout | None
-    slots: Mapping[int, TensorSlot]
-
-
-# Numbers of the weights that the values of a bucket come from.
-Sources = Callable[[BucketLayout], Sequence[int]]
-
-
 class Merger:
     """Adds adapters to the weights that are sent, on the ranks that hold the weights.
 
-    Before each bucket, every rank gathers the adapters that the bucket needs, which are small.  ``bool(merger)`` is
-    False if the model has no adapters.
+    ``bool(merger)`` is False if the model has no adapters.
 
     Raises:
         ConfigError: A module has an adapter that cannot be merged.
@@ -113,8 +93,6 @@ class Merger:
         self._weights = weights
         self._deltas: dict[int, list[_Delta]] = {}
         self._layers = LayerMerges(model, weights)
-        self._buckets: dict[int, _BucketAdapters] = {}
-        self._sums = PlanSums()
         self._gathered: tuple[Bucket, Mapping[int, TensorSlot]] | None = None  # while a bucket is filled
         adapted: list[tuple[str, Any, str]] = []
         for name, outer in outermost_layers(model):
@@ -171,78 +149,38 @@ class Merger:
             with self._tensors.looking():
                 self._gatherer.prepare(group)
 
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, sources: Sources, *, sums: bool) -> None:
-        """Works out what ``begin`` needs for buckets that are filled, without reading or moving anything."""
-        found = [self._bucket(layout, sources(layout)).adapters for layout in layouts]
-        adapters, everybody = [one for one in found if one is not None], tuple(range(group.world_size))
-        if not adapters:
-            return
-        with self._tensors.looking():
-            for layout in adapters:
-                self._gatherer.plan(layout, group, BucketUse(sums=sums), receivers=everybody)
-        if sums:
-            self._sums = PlanSums(adapters)
-            self._sums.prepare(group.device)
+    def plan(
+        self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup, use: BucketUse
+    ) -> MergedBucket | None:
+        """Plans the adapters of a bucket; None if its weights have none.
 
-    def begin(
-        self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        """Gathers the adapters of a bucket's weights to every rank.  Collective; ``end`` frees them.
-
-        Args:
-            layout: Layout of the bucket that is filled next; the plan is cached under its index.
-            numbers: Numbers of the weights in it, the same on every rank.
-            sources: Takes the sums of the adapters, both in place and as gathered; None for no sums.
+        ``numbers`` are those of the weights in it, the same on every rank.
         """
-        found = self._bucket(layout, numbers)
-        self._layers.begin(found.by_peft)
-        adapters = found.adapters
+        by_peft = tuple(number for number in numbers if number in self._layers)
+        adapters = self._adapters(layout, numbers)
         if adapters is None:
-            return
-        bucket = Bucket(adapters, torch.empty(adapters.size_bytes, dtype=torch.uint8, device=group.device))
-        with self._tensors.looking():
-            self._gatherer.fill(bucket, adapters, group, tuple(range(group.world_size)), sources)
-        if sources is not None:
-            count = len(adapters.slots)
-            sources.reserve(count).add(torch.arange(count), self._sums.of(bucket))
-        self._gathered = bucket, found.slots
+            return MergedBucket(self, by_peft, None, group) if by_peft else None
+        everybody = BucketUse(receivers=tuple(range(group.world_size)), copies=use.copies, sums=use.sums)
+        return MergedBucket(self, by_peft, self._gatherer.plan(adapters, group, everybody), group)
+
+    def looking(self) -> AbstractContextManager[None]:
+        """A block in which adapters are read."""
+        return self._tensors.looking()
+
+    def begin(self, by_peft: Sequence[int], gathered: Bucket | None) -> None:
+        """Uses gathered adapters, and merges the weights that PEFT merges, until ``end``."""
+        self._layers.begin(by_peft)
+        if gathered is not None:
+            slots = {int(slot.spec.name.partition(":")[0]): slot for slot in gathered.layout.slots}
+            self._gathered = gathered, slots
 
     def end(self) -> None:
         """Frees the gathered adapters and the layers that PEFT merged."""
         self._gathered = None
         self._layers.end()
 
-    def source_counts(self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup) -> list[int]:
-        """Number of sums that each rank takes in ``begin``, in order of rank."""
-        adapters = self._bucket(layout, numbers).adapters
-        if adapters is None:
-            return [0] * group.world_size
-        everybody = tuple(range(group.world_size))
-        counts = self._gatherer.source_counts(adapters, group, everybody)
-        return [count + len(adapters.slots) for count in counts]
-
-    def mismatches(
-        self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup, answers: Sequence[torch.Tensor]
-    ) -> tuple[Mismatch, ...]:
-        """Adapters whose replicas differ, or that a rank received with other values than their holders have.
-
-        ``answers`` are the sums of each rank in order, as many as ``source_counts`` says.
-        """
-        adapters = self._bucket(layout, numbers).adapters
-        if adapters is None:
-            return ()
-        count, everybody = len(adapters.slots), tuple(range(group.world_size))
-        folded = self._gatherer.fold(adapters, group, [answer[:-count] for answer in answers], everybody)
-        found = [replace(mismatch, name=self._name_of(mismatch.name)) for mismatch in folded.mismatches]
-        if not found:  # where replicas differ, the gathered values differ too
-            wrong = torch.stack([answer[-count:] != folded.sums for answer in answers])
-            for number in wrong.any(0).nonzero()[:, 0].tolist():
-                ranks = wrong[:, number].nonzero()[:, 0].tolist()
-                name = self._name_of(adapters.slots[number].spec.name)
-                found.append(Mismatch(name, (tuple(ranks),), gathered=True))
-        return tuple(found)
-
-    def _name_of(self, numbered: str) -> str:
+    def name_of(self, numbered: str) -> str:
+        """The model's name of an adapter's tensor, given that in a bucket of adapters."""
         return self._tensors.places[int(numbered.partition(":")[0])].name
 
     def held(self, source: int, segment: Segment, box: Box, part: tuple[Box, torch.Tensor]) -> Held:
@@ -262,15 +200,6 @@ class Merger:
         if delta.turned:
             return (b[columns] @ a[:, rows]).t().mul_(delta.scale)
         return (b[rows] @ a[:, columns]).mul_(delta.scale)
-
-    def _bucket(self, layout: BucketLayout, numbers: Sequence[int]) -> _BucketAdapters:
-        known = self._buckets.get(layout.index)
-        if known is None or known.layout != layout:
-            adapters = self._adapters(layout, numbers)
-            slots = {int(slot.spec.name.partition(":")[0]): slot for slot in adapters.slots} if adapters else {}
-            by_peft = tuple(number for number in numbers if number in self._layers)
-            known = self._buckets[layout.index] = _BucketAdapters(layout, by_peft, adapters, slots)
-        return known
 
     def _adapters(self, layout: BucketLayout, numbers: Sequence[int]) -> BucketLayout | None:
         """Layout of a bucket with the adapters of some weights; None if they have none."""
@@ -299,6 +228,73 @@ class Merger:
             raise ConfigError(
                 f"{weight.name} {list(weight.shape)} has an adapter for shape {list(shape)} of ranks {rank} and {other}"
             )
+
+
+class MergedBucket:
+    """The adapters of one bucket's weights.  Before the bucket is filled, every rank gathers them; they are small.
+
+    Attributes:
+        counts: Number of sums that each rank takes, in order of rank: of adapters in place, and as gathered.
+    """
+
+    def __init__(
+        self, merger: Merger, by_peft: Sequence[int], gathered: GatherBucket | None, group: TrainerGroup
+    ) -> None:
+        """Gathers nothing yet.
+
+        ``by_peft`` are the numbers of the weights that PEFT merges.  ``gathered`` has the other adapters; None if there
+        are none.
+        """
+        self._merger = merger
+        self._by_peft = by_peft
+        self._gathered = gathered
+        self._device = group.device
+        self._size = len(gathered.layout.slots) if gathered is not None else 0
+        counts = gathered.counts if gathered is not None else [0] * group.world_size
+        self.counts = [count + self._size for count in counts]
+        self._sums = PlanSums([gathered.layout] if gathered is not None else ())
+
+    def prepare(self, use: BucketUse) -> None:
+        """Works out what ``begin`` needs, without reading or moving anything."""
+        if self._gathered is None or not use.copies:
+            return
+        with self._merger.looking():
+            self._gathered.prepare(None)
+        if use.sums:
+            self._sums.prepare(self._device)
+
+    def begin(self, sources: SourceSums | None) -> None:
+        """Gathers the adapters to every rank.  Collective; ``end`` frees them."""
+        bucket = None
+        if self._gathered is not None:
+            layout = self._gathered.layout
+            bucket = Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._device))
+            with self._merger.looking():
+                self._gathered.fill(bucket.data, sources)
+            if sources is not None:
+                sources.reserve(self._size).add(torch.arange(self._size), self._sums.of(bucket))
+        self._merger.begin(self._by_peft, bucket)
+
+    def end(self) -> None:
+        """Frees what ``begin`` has made."""
+        self._merger.end()
+
+    def mismatches(self, answers: Sequence[torch.Tensor]) -> tuple[Mismatch, ...]:
+        """Adapters whose replicas differ, or that a rank received with other values than their holders have.
+
+        ``answers`` are the sums of each rank in order, as many as ``counts`` says.
+        """
+        if self._gathered is None:
+            return ()
+        folded = self._gathered.fold([answer[: -self._size] for answer in answers])
+        found = [replace(one, name=self._merger.name_of(one.name)) for one in folded.mismatches]
+        if not found:  # where replicas differ, the gathered values differ too
+            wrong = torch.stack([answer[-self._size :] != folded.sums for answer in answers])
+            for number in wrong.any(0).nonzero()[:, 0].tolist():
+                ranks = wrong[:, number].nonzero()[:, 0].tolist()
+                name = self._merger.name_of(self._gathered.layout.slots[number].spec.name)
+                found.append(Mismatch(name, (tuple(ranks),), gathered=True))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,18 +120,19 @@ class AdapterExporter(GatheringExporter):
             specs, arranged = in_planned_order(self._specs, specs, arranged)
             tensors.device = self._tensors.device
         self._specs, self._arranged, self._tensors = tuple(specs), arranged, tensors
+        self.device = tensors.device
         self._layers = _layers_of_b(model, adapter) if self.scaled else {}
         shared = SharedParts(tensors, arranged, specs, computed=lambda number: self._layer(number) is not None)
         self._gatherer = Gatherer(self._specs, self._local, shared, tensors.watch)
         self._structure = Structure(tensors.roots)
 
     def changed(self) -> bool:
-        """Implements ``Replanning.changed``."""
+        """Implements ``Exporter.changed``."""
         self._tensors.reshard()
         return not self._structure.holds() or self._tensors.changed()
 
     def look_again(self) -> None:
-        """Implements ``Replanning.look_again``."""
+        """Implements ``Exporter.look_again``."""
         self._check()
         self._look()
 

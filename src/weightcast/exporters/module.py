@@ -7,10 +7,9 @@ modules that still hold gathered parameters from the last forward pass free them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -23,101 +22,144 @@ from weightcast.errors import ConfigError
 from weightcast.exporters import casting, lora
 from weightcast.exporters.checkpoint_layout import Stored, arrange_as_saved
 from weightcast.exporters.families import family_named
-from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.gather import GatherBucket, Gatherer
 from weightcast.exporters.held_parts import Held
 from weightcast.exporters.local_shard import ShardOf
 from weightcast.exporters.mapping import Family, arrange, wire_dtype_of
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import check_names, is_wrapper
-from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
+from weightcast.exporters.quantise_steps import Steps
 from weightcast.exporters.structure import Structure, in_planned_order
-from weightcast.protocols import BucketUse
+from weightcast.protocols import BucketUse, Exporter, Lying, PlannedBucket
 from weightcast.runtime.gc_pause import gc_paused
-from weightcast.wire.box import Box
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 
-class GatheringExporter:
-    """An exporter whose tensors a ``Gatherer`` gathers from the ranks' parts of a module; subclasses make the parts."""
+class GatheringExporter(Exporter):
+    """An exporter whose tensors a ``Gatherer`` gathers from the ranks' parts of a module; subclasses make the parts.
+
+    ``device`` is the one that holds most of the weights' bytes.
+    """
 
     _tensors: PlacedTensors
     _specs: tuple[TensorSpec, ...]
     _gatherer: Gatherer
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds most of the weights' bytes."""
-        return self._tensors.device
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the order of the model's ``state_dict``; the tensors of a stacked one stay together."""
         return self._specs
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which part; the first ``fill`` does so otherwise.  Collective.
+        """Exchanges which rank holds which part.  Collective.
 
         Raises:
             ConfigError: The ranks hold different models; raised on every rank alike.
             TrainerRankFailed: A rank is gone or did not take part in time.
         """
         with self._tensors.looking():
-            self._prepare(group)
+            self._gatherer.prepare(group)
 
-    def _prepare(self, group: TrainerGroup) -> None:
-        self._gatherer.prepare(group)
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        """Implements ``Exporter.plan``.
 
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Implements ``Planning.plan``."""
-        with self._tensors.looking():
-            for number, layout in enumerate(layouts):
-                data = use.buffers[number % len(use.buffers)] if use.buffers else None
-                self._gatherer.plan(layout, group, use, data=data)
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> torch.Tensor | None:
-        """Writes the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
-
-        When it returns, the copies are complete and the model's memory is no longer read.  On a GPU it follows the
-        current stream's earlier work.  Extra memory: the bucket's size divided by the number of ranks (at least 1 MiB).
-        If values are cast or computed on the way, add 16 MiB and the adapters of the bucket's weights.
-
-        Args:
-            bucket: This rank's bucket on ``device``, on a rank of ``group.receivers``; None elsewhere.
-            layout: Tensors, or rows of them, in the bucket; the same on every rank.
-            group: The trainer ranks.
-            sources: The same as for ``Summing.fill``.
-
-        Returns:
-            The same as ``Gatherer.fill``.
+        A bucket's extra memory is its size divided by the number of ranks (at least 1 MiB).  If values are cast or
+        computed on the way, add 16 MiB and the adapters of the bucket's weights.
 
         Raises:
-            ConfigError: The layout is not of this model, or the model was sharded anew.
-            TrainerRankFailed: Another rank failed; the message names it.
+            ConfigError: A layout is not of this model.
         """
-        with self._filling(layout, group, sources):
-            return self._gatherer.fill(bucket, layout, group, sources=sources)
-
-    @contextmanager
-    def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
-        """Prepares what the values of one bucket take, and frees it."""
-        with self._tensors.looking():
-            yield
-
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``."""
-        return self._gatherer.source_counts(layout, group)
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``Summing.fold``."""
-        return self._gatherer.fold(layout, group, answers)
+        return [WeightsBucket(self._gatherer.plan(layout, group, use), group, self._tensors) for layout in layouts]
 
     def unsummed(self) -> Collection[str]:
-        """Implements ``Summing.unsummed``."""
+        """Implements ``Exporter.unsummed``."""
         return ()
+
+
+class WeightsBucket(PlannedBucket):
+    """A bucket of a module's tensors.  Adapters are merged, and values quantised, while it is filled.
+
+    When ``fill`` returns, the copies are complete and the model's memory is no longer read.  On a GPU it follows the
+    current stream's earlier work.  ``fill`` raises ``ConfigError`` if the model was sharded anew.
+    """
+
+    def __init__(
+        self,
+        gathered: GatherBucket,
+        group: TrainerGroup,
+        tensors: PlacedTensors,
+        numbers: Sequence[int] = (),
+        merged: lora.MergedBucket | None = None,
+        scaled: tuple[Quantiser, Steps] | None = None,
+    ) -> None:
+        """Takes what computes the bucket's values; ``numbers`` are those of the tensors that they come from."""
+        super().__init__(gathered.layout, group)
+        self.serves, self.serves_to = gathered.serves, gathered.serves_to
+        self.counts = gathered.counts
+        if merged is not None:  # the adapters' sums come first
+            self.counts = [a + b for a, b in zip(merged.counts, gathered.counts, strict=True)]
+        self._gathered = gathered
+        self._group = group
+        self._tensors = tensors
+        self._numbers = numbers
+        self._merged = merged
+        self._scaled = scaled
+
+    def prepare(self, data: torch.Tensor | None) -> None:
+        """Implements ``PlannedBucket.prepare``."""
+        with self._tensors.planning(self._numbers):
+            if self._merged is not None:
+                self._merged.prepare(self._gathered.use)
+            try:
+                if self._scaled is not None:
+                    quantiser, steps = self._scaled
+                    quantiser.prepare_scales(steps, self._group.device)
+                self._gathered.prepare(data)
+            finally:
+                self._end()
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        """Implements ``PlannedBucket.fill``."""
+        try:
+            with self._tensors.reading(self._numbers):
+                try:
+                    if self._merged is not None:
+                        self._merged.begin(sources)
+                    if self._scaled is not None:
+                        quantiser, steps = self._scaled
+                        quantiser.begin(steps, self._group)
+                    return self._gathered.fill(data, sources)
+                finally:
+                    self._end()
+        except BaseException as error:
+            self._group.abort(f"{type(error).__name__}: {error}")  # or the other ranks wait until their deadline
+            raise
+
+    def _end(self) -> None:
+        if self._merged is not None:
+            self._merged.end()
+        if self._scaled is not None:
+            self._scaled[0].end()
+
+    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``PlannedBucket.fold``."""
+        if self._merged is None:
+            return self._gathered.fold(answers)
+        pairs = [answer.tensor_split([count]) for answer, count in zip(answers, self._merged.counts, strict=True)]
+        folded = self._gathered.fold([weights for _, weights in pairs])
+        found = self._merged.mismatches([adapters for adapters, _ in pairs])
+        return replace(folded, mismatches=(*found, *folded.mismatches))
+
+    def own_memory(self) -> Lying:
+        """Implements ``PlannedBucket.own_memory``."""
+        with self._tensors.looking():
+            return self._gathered.own_memory()
+
+    def sum_own(self, sources: SourceSums) -> None:
+        """Implements ``PlannedBucket.sum_own``."""
+        with self._tensors.looking():
+            self._gathered.sum_own(sources)
 
 
 class NamedExporter(GatheringExporter):
@@ -181,78 +223,45 @@ class NamedExporter(GatheringExporter):
         travelling = tuple(specs if self._quantise is None else quantised_specs(specs, self._quantise))
         check_names(spec.name for spec in travelling)
         self.family, self._arranged, self._tensors, self._merger = family, arranged, tensors, merger
-        self._planned, self._specs = specs, travelling
+        self._planned, self._specs, self.device = specs, travelling, tensors.device
         shared = SharedParts(tensors, arranged, specs, travelling=travelling, computed=merger.merges)
         watch = tensors.watch
         self._quantiser: Quantiser | None = None
         if self._quantise is None:
             self._gatherer = Gatherer(self._specs, self._local, shared, watch)
         else:
-            self._quantiser = quantiser = Quantiser(
-                specs, self._local, shared, self._quantise, watch=lambda layout: watch(self.sources(layout))
-            )
+            self._quantiser = quantiser = Quantiser(specs, self._local, shared, self._quantise)
             self._gatherer = Gatherer(self._specs, quantiser.local, quantiser, watch, quantiser)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
-        self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
         self._structure = Structure(tensors.roots, names=self._names_stay)
 
     def changed(self) -> bool:
-        """Implements ``Replanning.changed``."""
+        """Implements ``Exporter.changed``."""
         self._tensors.reshard()
         return not self._structure.holds() or self._tensors.changed() or self._merger.changed()
 
     @gc_paused()
     def look_again(self) -> None:
-        """Implements ``Replanning.look_again``."""
+        """Implements ``Exporter.look_again``."""
         planned = {spec.name: spec.torch_dtype for spec in self._planned}
         self._look(lambda name, _: planned.get(name))
 
-    def _prepare(self, group: TrainerGroup) -> None:
+    def prepare(self, group: TrainerGroup) -> None:
+        """Exchanges which rank holds which part, of adapters too.  Errors as for ``GatheringExporter.prepare``."""
         self._merger.prepare(group)
-        super()._prepare(group)
+        super().prepare(group)
 
-    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> None:
-        """Implements ``Planning.plan``."""
-        if self._merger:
-            self._merger.plan(layouts if use.copies else (), group, self.sources, sums=use.sums)
-        if self._quantiser is not None:
-            for layout in layouts:
-                self._quantiser.plan(layout, group.device)
-        super().plan(layouts, group, use)
-
-    @contextmanager
-    def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
-        with self._tensors.looking():
-            self._prepare(group)
-            try:
-                if self._merger:
-                    self._merger.begin(layout, self.sources(layout), group, sources)
-                if self._quantiser is not None:
-                    self._quantiser.begin(layout, group)
-                yield
-            except BaseException as error:
-                group.abort(f"{type(error).__name__}: {error}")  # or the other ranks wait until their deadline
-                raise
-            finally:
-                self._merger.end()
-                if self._quantiser is not None:
-                    self._quantiser.end()
-
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``; the adapters' sums come first."""
-        adapters = self._merger.source_counts(layout, self.sources(layout), group) if self._merger else repeat(0)
-        return [a + b for a, b in zip(adapters, super().source_counts(layout, group), strict=False)]
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``Summing.fold``."""
-        if not self._merger:
-            return super().fold(layout, group, answers)
-        numbers = self.sources(layout)
-        counts = self._merger.source_counts(layout, numbers, group)
-        pairs = [answer.tensor_split([count]) for answer, count in zip(answers, counts, strict=True)]
-        folded = super().fold(layout, group, [weights for _, weights in pairs])
-        found = self._merger.mismatches(layout, numbers, group, [adapters for adapters, _ in pairs])
-        return replace(folded, mismatches=(*found, *folded.mismatches))
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        """Implements ``Exporter.plan``; as ``GatheringExporter.plan``."""
+        planned: list[PlannedBucket] = []
+        for layout in layouts:
+            gathered, numbers = self._gatherer.plan(layout, group, use), self._sources(layout)
+            merged = self._merger.plan(layout, numbers, group, use) if self._merger else None
+            scaled = None
+            if self._quantiser is not None:
+                scaled = self._quantiser, self._quantiser.plan(layout, self._tensors.watch(numbers))
+            planned.append(WeightsBucket(gathered, group, self._tensors, numbers, merged, scaled))
+        return planned
 
     def _local(self, number: int) -> list[Held]:
         found: list[Held] = []
@@ -263,63 +272,34 @@ class NamedExporter(GatheringExporter):
                 found.append(self._merger.held(segment.source, segment, box, part))
         return found
 
-    def sources(self, layout: BucketLayout) -> list[int]:
+    def _sources(self, layout: BucketLayout) -> list[int]:
         """Numbers of the module's tensors that the values of a bucket come from."""
-        known = self._sources.get(layout.index)
-        if known is None or known[0] != layout:
-            numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
-            if self._quantiser is not None:
-                numbers = [self._quantiser.source(number) for number in numbers]
-            found = sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
-            known = self._sources[layout.index] = layout, found
-        return known[1]
+        numbers = [self._number[slot.spec.name] for slot in layout.slots]
+        if self._quantiser is not None:
+            numbers = [self._quantiser.source(number) for number in numbers]
+        return sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
 
 
 class WeightsExporter(NamedExporter):
     """The same for modules of which every rank holds boxes of tensors, which engines may also read from it."""
 
+    scatters = True
+
     def computing_bytes(self) -> int | None:
-        """As ``Budgeted.computing_bytes``; None with adapters that PEFT merges, a layer at a time."""
+        """As ``Exporter.computing_bytes``; None with adapters that PEFT merges, a layer at a time."""
         merging = self._merger.computing_bytes()
         if merging is None:
             return None
         return merging + (16 * lora.CHUNK_ELEMENTS if merging or self._quantiser is not None else 0)
 
-    def fill_own(
-        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        """Implements ``Scattering.fill_own``."""
-        with self._filling(layout, group, sources):
-            self._gatherer.fill_own(bucket, layout, group, sources)
-
-    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
-        """Implements ``Scattering.serves``."""
-        return self._gatherer.serves(layout, group)
-
-    def serves_to(self, layout: BucketLayout, group: TrainerGroup) -> Mapping[str, Sequence[tuple[int, Box]]]:
-        """Implements ``Scattering.serves_to``."""
-        return self._gatherer.serves_to(layout, group)
-
     def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Implements ``Scattering.whole_on``."""
+        """Implements ``Exporter.whole_on``."""
         return self._gatherer.whole_on(hosts)
 
     def unmappable(self, group: TrainerGroup) -> Collection[str]:
-        """Implements ``Mappable.unmappable``."""
+        """Implements ``Exporter.unmappable``."""
         with self._tensors.looking():
-            self._prepare(group)
             return self._gatherer.unmappable(group)
-
-    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
-        """Implements ``Mappable.own_memory``."""
-        with self._tensors.looking():
-            self._prepare(group)
-            return self._gatherer.own_memory(layout, group)
-
-    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
-        """Implements ``Mappable.sum_own``."""
-        with self._tensors.looking():
-            self._gatherer.sum_own(layout, group, sources)
 
 
 class ModuleExporter(WeightsExporter):
@@ -348,6 +328,8 @@ class ModuleExporter(WeightsExporter):
     Raises:
         ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.
     """
+
+    scores = True
 
     def __init__(
         self,

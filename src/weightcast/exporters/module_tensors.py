@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter
@@ -209,6 +209,14 @@ class PlacedTensors:
             yield
         finally:
             self._parts.clear()
+
+    def reading(self, numbers: Sequence[int]) -> AbstractContextManager[None]:
+        """A block in which these tensors have their values.  Collective if a framework gathers them."""
+        return self.looking()
+
+    def planning(self, numbers: Sequence[int]) -> AbstractContextManager[None]:
+        """A block in which these tensors have the forms that they have in ``reading``.  No communication."""
+        return self.looking()
 
     def reshard(self) -> None:
         """Makes FSDP2 show shards: after some forward passes it leaves parameters gathered."""

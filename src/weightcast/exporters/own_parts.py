@@ -5,7 +5,7 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, Write, region, to_sum
+from weightcast.protocols import Lying
 from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.box import Box, contiguous_strides, slices, split
 from weightcast.wire.bucket import Bucket
@@ -53,10 +54,14 @@ class OwnPart:
 class _View(NamedTuple):  # made faster than a frozen class, and there may be tens of thousands
     """A part of this rank's memory, in elements: a box of the tensor in one slot.
 
-    Numbers only: a view would keep memory alive that the trainer wants to free between two updates.
+    Numbers only: a view would keep memory alive that the trainer wants to free between two updates.  ``own`` is the
+    number of the part; dtype and device are those of the memory.
     """
 
+    own: int
     source: int
+    dtype: torch.dtype
+    device: torch.device
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -73,17 +78,16 @@ class _View(NamedTuple):  # made faster than a frozen class, and there may be te
 
 
 class _Copy(NamedTuple):
-    """A copy out of this rank's memory into a bucket; ``own`` is the number of the part."""
+    """A copy out of this rank's memory into a bucket."""
 
     view: _View
     dtype: torch.dtype
     target_stride: tuple[int, ...]
     target_offset: int
-    own: int
 
     def transfer(self, source: torch.Tensor, flat: Flat) -> Transfer:
         target = flat.region(self.dtype, self.view.shape, self.target_stride, self.target_offset, as_bits=False)
-        return Transfer(piece=self.view.piece(source), target=target, total=self.own)
+        return Transfer(piece=self.view.piece(source), target=target, total=self.view.own)
 
 
 class _ComputedSums:
@@ -111,142 +115,150 @@ class _ComputedSums:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _CopySteps:
-    """Remembered steps that copy this rank's parts, valid while the sources lie as in ``layout``, a ``Seen.layout``.
+class _Copies:
+    """What copies the parts into a bucket.
 
-    ``summed`` are those of ``launches``, wherever bucket and sources lie; None if there are none.  ``rest`` has the
-    computed parts, which are written anew each time, and ``computed`` their sums.
+    ``launches`` copy and sum those of ``template``, wherever bucket and sources lie; there are none if it is None.
     """
 
-    sources: list[int]
-    watched: Watched
-    layout: object
-    summed: Template | None
+    template: Template | None
     launches: PlacedLaunches
-    copies: list[_Copy]
-    rest: list[OwnPart]
+    plain: list[_Copy]
     computed: _ComputedSums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _SumSteps:
-    """Remembered steps that sum this rank's parts where they lie, with the places of the sums, by device.
+class _Sums:
+    """What sums parts of one device where they lie; ``template`` is None where a launch is not worth it.
 
-    ``launches`` are these sums as one launch for each device, where that is worth it.  ``rest`` is read anew each time:
-    parts that are cast before they are sent, or memory that a value is computed from.
+    ``places`` are those of the sums among this rank's sums of the bucket.
+    """
+
+    views: list[_View]
+    places: torch.Tensor
+    template: Template | None
+    launches: PlacedLaunches
+
+
+@dataclass(slots=True, eq=False)
+class _Steps:
+    """Where the parts lie, and what reads them there: valid while the sources lie as in ``layout``, a ``Seen.layout``.
+
+    Attributes:
+        views: The parts in memory that is watched.
+        rest: The others, which are found and written anew each time.
+        copies: None until it is needed.
+        sums: For each device; None until it is needed.
+        served: Number of the slot and view of each part that others read; None until it is needed.
+        summed_anew: Parts that ``sums`` does not have: they are cast before they are sent, or computed.
     """
 
     sources: list[int]
     watched: Watched
     layout: object
-    views: Mapping[torch.device, list[_View]]
-    launches: Mapping[torch.device, tuple[Template, PlacedLaunches]]
-    places: Mapping[torch.device, torch.Tensor]
+    views: list[_View]
     rest: list[OwnPart]
+    copies: _Copies | None = None
+    sums: list[_Sums] | None = None
+    served: list[tuple[int, _View]] | None = None
+    summed_anew: Sequence[OwnPart] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lying:
-    """Remembered places of parts that others read where they lie.  ``views``: number of the slot, and memory."""
-
-    served: Sequence[tuple[int, Box]]
-    sources: list[int]
-    watched: Watched
-    layout: object
-    views: list[tuple[int, _View]]
+# Steps that fit the parts as they were seen just now.
+PartsSeen = tuple[_Steps, Seen]
 
 
-class OwnMemory:
+class OwnMemory(Lying):
     """The parts that others read where this rank keeps them.  ``stamp`` stays equal while none of them moves."""
 
-    def __init__(self, lying: _Lying, found: Seen) -> None:
-        self.stamp = lying, found.place
-        self._lying = lying
-        self._found = found
+    def __init__(self, look: PartsSeen) -> None:
+        self.stamp: object = (look[0], look[1].place)
+        self._look = look
 
     def views(self) -> list[tuple[int, Box, torch.Tensor]]:
         """Number of the slot, box and memory of each part."""
-        memory = dict(zip(self._lying.sources, self._found.tensors, strict=True))
-        return [(number, view.box, view.of(memory[view.source])) for number, view in self._lying.views]
+        steps, found = self._look
+        memory = dict(zip(steps.sources, found.tensors, strict=True))
+        return [(number, view.box, view.of(memory[view.source])) for number, view in steps.served or ()]
 
 
 class OwnParts:
     """The parts of one bucket that this rank holds, and all that is remembered of them: it goes with the bucket."""
 
-    def __init__(self, layout: BucketLayout, parts: Sequence[OwnPart], held: HeldParts) -> None:
+    def __init__(self, layout: BucketLayout, parts: Sequence[OwnPart], held: HeldParts, device: torch.device) -> None:
+        """Looks at nothing yet; ``device`` is that of the bucket."""
         self._layout = layout
         self._parts = parts
         self._held = held
+        self._device = device
         self._places = torch.tensor([own.place for own in parts if own.place is not None], dtype=torch.int64)
         whole = sum(own.box.numel for own in parts) == sum(slot.box.numel for slot in layout.slots)
         # Computed values are not among the sums in place: nothing has looked at them then.
         seen = whole and not any(own.computed for own in parts)
         self._looks = seen and all(slot.spec.torch_dtype in _LOOKED_AT for slot in layout.slots)
         self._one_each = [own.number for own in parts] == list(range(len(layout.slots)))
-        self._seen: tuple[list[int], Seen | None] = [], None  # while one bucket is filled
-        self._copying: _CopySteps | None = None
-        self._summing: _SumSteps | None = None
-        self._lying: _Lying | None = None
+        self._steps: _Steps | None = None
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def prepare(
-        self,
-        device: torch.device,
-        *,
-        copies: bool,
-        sums: bool,
-        data: torch.Tensor | None = None,
-    ) -> None:
+    def look(self) -> PartsSeen:
+        """Looks where the parts lie now.  It holds until the trainer goes on."""
+        steps, found = self._steps, None
+        if steps is not None:
+            found = steps.watched.now()
+        if steps is None or found is None or found.layout is not steps.layout:
+            steps, found = self._find()
+            self._steps = steps
+        return steps, found
+
+    def prepare(self, *, copies: bool, sums: bool, data: torch.Tensor | None = None) -> None:
         """Works out what ``copy_into`` and ``sum_in_place`` need to know, without reading the parts.
 
         Args:
-            device: Device of the bucket.
             copies: True if parts will be copied into a bucket, else they are read where they lie.
             sums: True if parts will be summed.
             data: The buffer that they will be copied into; None if that is not there yet.
         """
         if not self._parts:
             return
-        summed = False
+        summed, look = False, self.look()
+        steps, found = look
         if copies:
-            steps, found = self._copy_steps(device)
-            if steps.summed is not None and data is not None:
-                steps.launches.prepare(*_placing(steps.summed, found, data.data_ptr()))
+            copying = self._copies(look)
+            if copying.template is not None and data is not None:
+                copying.launches.prepare(*_placing(copying.template, found, data.data_ptr()))
             if steps.rest and data is not None:
                 bucket = Bucket(self._layout, data)
                 self._held.prepare_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
-            summed = not steps.copies and not steps.rest
+            summed = not copying.plain and not steps.rest
         if sums and not summed:
-            steps, found = self._sum_steps()
-            for template, launches in steps.launches.values():
-                launches.prepare(*_placing(template, found))
+            for one in self._sums(look):
+                if one.template is not None:
+                    one.launches.prepare(*_placing(one.template, found))
 
-    def copy_into(self, bucket: Bucket, taker: Taker | None) -> torch.Tensor | None:
+    def copy_into(self, bucket: Bucket, taker: Taker | None, look: PartsSeen) -> torch.Tensor | None:
         """Copies the parts into the bucket.  Computed values are summed there.
 
         Returns:
             The sums of the slots, if all parts were summed on the way; ``taker`` has them too then.
         """
-        self._seen = [], None
-        steps, found = self._copy_steps(bucket.data.device)
+        steps, found = look
+        copying = self._copies(look)
         # Of some slots there would be no sum: then all parts are summed where they lie.
-        summed = taker is not None and not steps.copies and not steps.rest
-        sums = None
-        if steps.summed is not None:
-            sums = self._copy_and_sum(steps, steps.summed, found, bucket, summed=summed)
-        if sums is not None and summed:
-            assert taker is not None
-            taker.add(self._places, sums)
-            self._saw(steps.launches, taker)
-            return self._by_slot(sums)
-        self._seen = (steps.sources, found) if taker is not None else ([], None)
-        _copy_plainly(steps, found, bucket)
+        summed = taker is not None and not copying.plain and not steps.rest
+        if copying.template is not None:
+            placing = _placing(copying.template, found, bucket.data.data_ptr())
+            sums = copying.launches.run(*placing, summed=summed)
+            if taker is not None and summed:
+                taker.add(self._places, sums)
+                self._saw(copying.launches, taker)
+                return self._by_slot(sums)
+        _copy_plainly(copying.plain, look, bucket)
         if steps.rest:
             self._held.write_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
         if taker is not None:
-            steps.computed.take(bucket, taker)
+            copying.computed.take(bucket, taker)
         return None
 
     def _writes(self, parts: Sequence[OwnPart], bucket: Bucket) -> list[Write]:
@@ -254,72 +266,44 @@ class OwnParts:
             (self._held.find(own.slot.spec.name, own.box), own.box, region(bucket, own.slot, own.box)) for own in parts
         ]
 
-    def sum_in_place(self, taker: Taker, *, summed_on_the_way: bool) -> None:
-        """Sums the parts where they lie; ``summed_on_the_way`` if all values were summed while they were copied."""
-        if summed_on_the_way:
-            return
-        (known, found), self._seen = self._seen, ([], None)
-        steps, found = self._sum_steps(known, found)
-        if steps.views:
-            self._sum_views(steps, found, taker)
+    def sum_in_place(self, taker: Taker, look: PartsSeen) -> None:
+        """Sums the parts where they lie, unless they were summed while they were copied."""
+        steps, sums = look[0], self._sums(look)
+        for one in sums:
+            self._sum_views(one, look, taker)
+        if len(sums) == 1 and not steps.summed_anew and sums[0].template is not None:
+            self._saw(sums[0].launches, taker)
         scratch = Scratch()
-        cast = [own for own in steps.rest if not own.computed]
-        for own in steps.rest:
+        for own in steps.summed_anew:
             if own.computed:
                 self._sum_origin(own, taker)
-        for device, parts in self._cast_parts(cast):
+        for device, parts in self._cast_parts([own for own in steps.summed_anew if not own.computed]):
             self._sum_cast(parts, device, taker, scratch)
 
-    def _copy_steps(self, device: torch.device) -> tuple[_CopySteps, Seen]:
-        """The steps of ``copy_into``, as long as they fit the parts as they lie now."""
-        steps, found = self._copying, None
-        if steps is not None:
-            found = steps.watched.now()
-        if steps is None or found is None or found.layout is not steps.layout:
-            steps, found = self._plan_copies(device)
-            self._copying = steps
-        return steps, found
-
-    def _sum_steps(self, known: list[int] | None = None, found: Seen | None = None) -> tuple[_SumSteps, Seen]:
-        """Those of ``sum_in_place``; ``found`` is what was seen just now of the sources ``known``, if anything."""
-        steps = self._summing
-        if steps is not None and (found is None or known is not steps.sources):
-            found = steps.watched.now()
-        if steps is None or found is None or found.layout is not steps.layout:
-            steps, found = self._plan_sums()
-            self._summing = steps
-        return steps, found
-
     def lying(self, served: Sequence[tuple[int, Box]]) -> OwnMemory:
-        """Places of parts that others read, by number of the slot and box; ``ConfigError`` if one lies otherwise."""
-        known = self._lying
-        found = known.watched.now() if known is not None else None
-        if known is None or found is None or known.served != served or known.layout is not found.layout:
-            views = self._served_views(served)
-            sources, watched = self._watch(list(dict.fromkeys(view.source for _, view in views)))
-            found = watched.now()
-            known = self._lying = _Lying(served, sources, watched, found.layout, views)
-        return OwnMemory(known, found)
+        """Places of the parts that others read, by number of the slot and box; always the same ones.
 
-    def _served_views(self, served: Sequence[tuple[int, Box]]) -> list[tuple[int, _View]]:
+        ``ConfigError`` says which part is not kept as it is sent.
+        """
+        look = self.look()
+        if look[0].served is None:
+            look[0].served = self._served_views(served, look[0].views)
+        return OwnMemory(look)
+
+    def _served_views(self, served: Sequence[tuple[int, Box]], views: Sequence[_View]) -> list[tuple[int, _View]]:
         """Number of the slot and view of each part."""
-        parts = [
-            OwnPart(slot=self._layout.slots[number], number=number, box=box, place=None, origin=None, computed=False)
-            for number, box in served
-        ]
-        views: list[tuple[int, _View]] = []
-        for part, found in zip(parts, self._views_of(parts), strict=True):
-            spec = part.slot.spec
-            if found is None or found[1].dtype != spec.torch_dtype:
-                why = (
-                    "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
-                )
+        known = {(self._parts[view.own].number, view.box): view for view in views}
+        found: list[tuple[int, _View]] = []
+        for number, box in served:
+            spec, view = self._layout.slots[number].spec, known.get((number, box))
+            if view is None or view.dtype != spec.torch_dtype:
+                why = "its values are computed when they are sent" if view is None else f"it is kept in {view.dtype}"
                 raise ConfigError(
                     f"{spec.name} cannot be read in place: {why}, and it travels in {spec.dtype}",
                     hint="leave keep_mapped out, or send the dtype that the trainer keeps",
                 )
-            views.append((part.number, found[0]))
-        return views
+            found.append((number, view))
+        return found
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
         count = len(self._layout.slots)
@@ -328,121 +312,103 @@ class OwnParts:
         numbers = torch.tensor([own.number for own in self._parts], device=sums.device)
         return torch.zeros(count, dtype=sums.dtype, device=sums.device).index_add_(0, numbers, sums)
 
-    def _copy_and_sum(
-        self, steps: _CopySteps, template: Template, found: Seen, bucket: Bucket, *, summed: bool
-    ) -> torch.Tensor:
-        """Copies parts and sums each on the way: int64 ``[own parts]``."""
-        return steps.launches.run(*_placing(template, found, bucket.data.data_ptr()), summed=summed)
-
-    def _plan_copies(self, device: torch.device) -> tuple[_CopySteps, Seen]:
-        """The steps that copy the parts into a bucket on a device, wherever it lies."""
-        views: list[tuple[int, OwnPart, _View, torch.Tensor]] = []
+    def _find(self) -> PartsSeen:
+        """Finds the place of each part in a tensor that is watched."""
         rest: list[OwnPart] = []
-        parts = list(enumerate(self._parts))
-        for (number, own), found in zip(parts, self._views_of([own for _, own in parts]), strict=True):
-            if found is None:
-                rest.append(own)
+        places: list[tuple[int, int, Box, torch.Tensor]] = []
+        for number, own in enumerate(self._parts):
+            held = self._held.find(own.slot.spec.name, own.box)
+            if self._held.watches and isinstance(held, InMemory) and held.source is not None:
+                places.append((number, held.source, held.box, held.memory))
             else:
-                views.append((number, own, *found))
-        wholes = {view.source: whole for _, _, view, whole in views}
-        made = StandIns()
-        stand_ins = {
-            source: made.of(whole) for source, whole in wholes.items() if whole.device == device and can_stand_in(whole)
-        }
-        numbers = {source: 1 + number for number, source in enumerate(wholes)}
+                rest.append(own)
+        sources = list(dict.fromkeys(source for _, source, _, _ in places))
+        watched = self._held.watch(sources)
+        found = watched.now()
+        wholes = dict(zip(sources, found.tensors, strict=True))
+        views: list[_View] = []
+        for number, source, box, memory in places:
+            own, whole = self._parts[number], wholes[source]
+            part = memory if own.box == box else memory[slices(own.box, box.offset)]
+            view = _View(
+                own=number,
+                source=source,
+                dtype=whole.dtype,
+                device=whole.device,
+                shape=tuple(part.shape),
+                stride=part.stride(),
+                offset=int(part.storage_offset()) - int(whole.storage_offset()),
+                full_shape=own.slot.spec.shape,
+                box=own.box,
+            )
+            views.append(view)
+        return _Steps(sources, watched, found.layout, views, rest), found
+
+    def _copies(self, look: PartsSeen) -> _Copies:
+        steps = look[0]
+        if steps.copies is None:
+            steps.copies = self._plan_copies(look)
+        return steps.copies
+
+    def _plan_copies(self, look: PartsSeen) -> _Copies:
+        """What copies the parts into a bucket, wherever it lies."""
+        steps, device = look[0], self._device
+        stand_ins = _stand_ins(look, device) if transfers_on(device) else {}
+        numbers = _numbers(steps)
         flat = Flat(flat_stand_in(self._layout.size_bytes))
-        launches = transfers_on(device)
-        copies: list[_Copy] = []
+        plain: list[_Copy] = []
         transfers: list[Transfer] = []
         memories: list[tuple[int, int]] = []
-        for number, own, view, _ in views:
-            dtype, steps = own.slot.spec.torch_dtype, contiguous_strides(own.slot.shape)
-            first = sum((a - b) * c for a, b, c in zip(own.box.offset, own.slot.box.offset, steps, strict=True))
-            copy = _Copy(view, dtype, steps, own.slot.offset_bytes // dtype.itemsize + first, number)
-            source = stand_ins.get(view.source) if launches else None
+        for view in steps.views:
+            own = self._parts[view.own]
+            dtype, strides = own.slot.spec.torch_dtype, contiguous_strides(own.slot.shape)
+            first = sum((a - b) * c for a, b, c in zip(own.box.offset, own.slot.box.offset, strides, strict=True))
+            copy = _Copy(view, dtype, strides, own.slot.offset_bytes // dtype.itemsize + first)
+            source = stand_ins.get(view.source)
             transfer = copy.transfer(source, flat) if source is not None else None
             if transfer is not None and can_transfer(transfer):
                 transfers.append(transfer)
                 memories.append((numbers[view.source], 0))
             else:
-                copies.append(copy)
-        sources, watched = self._watch(list(wholes))
-        seen = watched.now()
+                plain.append(copy)
         template = Template(transfers, memories, device) if transfers else None
-        placed = PlacedLaunches(device, len(self._parts), looks=self._looks)
-        computed = _ComputedSums(self._layout, [own for own in rest if own.computed and own.place is not None], device)
-        return _CopySteps(sources, watched, seen.layout, template, placed, copies, rest, computed), seen
+        launches = PlacedLaunches(device, len(self._parts), looks=self._looks)
+        parts = [own for own in steps.rest if own.computed and own.place is not None]
+        return _Copies(template, launches, plain, _ComputedSums(self._layout, parts, device))
 
-    def _watch(self, sources: list[int]) -> tuple[list[int], Watched]:
-        """One and the same watch for the same sources: what is copied and then summed is looked at once."""
-        for steps in (self._copying, self._summing, self._lying):
-            if steps is not None and steps.sources == sources:
-                return steps.sources, steps.watched
-        return sources, self._held.watch(sources)
+    def _sums(self, look: PartsSeen) -> list[_Sums]:
+        steps = look[0]
+        if steps.sums is None:
+            steps.sums, steps.summed_anew = self._plan_sums(look)
+        return steps.sums
 
-    def _views_of(self, parts: Sequence[OwnPart]) -> list[tuple[_View, torch.Tensor] | None]:
-        """Place of each part in a tensor that is watched, and that tensor; None if it is computed or unknown."""
-        places: list[tuple[OwnPart, int, Box, torch.Tensor] | None] = []
-        for own in parts:
-            held = self._held.find(own.slot.spec.name, own.box)
-            known = self._held.watches and isinstance(held, InMemory) and held.source is not None
-            places.append((own, held.source, held.box, held.memory) if known else None)  # type: ignore[union-attr]
-        sources = list(dict.fromkeys(place[1] for place in places if place is not None))
-        wholes = dict(zip(sources, self._held.watch(sources).now().tensors, strict=True)) if sources else {}
-        found: list[tuple[_View, torch.Tensor] | None] = []
-        for place in places:
-            if place is None:
-                found.append(None)
-                continue
-            own, source, box, memory = place
-            part = memory if own.box == box else memory[slices(own.box, box.offset)]
-            view = _View(
-                source=source,
-                shape=tuple(part.shape),
-                stride=part.stride(),
-                offset=int(part.storage_offset()) - int(wholes[source].storage_offset()),
-                full_shape=own.slot.spec.shape,
-                box=own.box,
-            )
-            found.append((view, wholes[source]))
-        return found
-
-    def _plan_sums(self) -> tuple[_SumSteps, Seen]:
+    def _plan_sums(self, look: PartsSeen) -> tuple[list[_Sums], list[OwnPart]]:
+        """What sums the parts, and the parts that it does not sum."""
         views: dict[torch.device, list[_View]] = {}
-        places: dict[torch.device, list[int]] = {}
-        rest: list[OwnPart] = []
-        rest += [own for own in self._parts if own.computed and own.origin is not None]
-        parts = [own for own in self._parts if not own.computed]
-        for own, found in zip(parts, self._views_of(parts), strict=True):
-            if found is None or found[1].dtype != own.slot.spec.torch_dtype:
-                rest.append(own)
+        anew = [own for own in self._parts if own.computed and own.origin is not None]
+        anew += [own for own in look[0].rest if not own.computed]
+        for view in look[0].views:
+            own = self._parts[view.own]
+            if own.computed:
                 continue
-            assert own.place is not None
-            view, whole = found
-            views.setdefault(whole.device, []).append(view)
-            places.setdefault(whole.device, []).append(own.place)
-        sources, watched = self._watch(list(dict.fromkeys(view.source for some in views.values() for view in some)))
-        seen = watched.now()
-        tensors = {device: torch.tensor(some) for device, some in places.items()}
-        wholes = dict(zip(sources, seen.tensors, strict=True))
-        launches: dict[torch.device, tuple[Template, PlacedLaunches]] = {}
-        for device, some in views.items():
-            template = _template_of_sums(device, some, wholes)
-            if template is not None:
-                launches[device] = template, PlacedLaunches(device, len(some), looks=self._looks)
-        return _SumSteps(sources, watched, seen.layout, views, launches, tensors, rest), seen
-
-    def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
-        for device, views in steps.views.items():
-            if device in steps.launches:
-                template, launches = steps.launches[device]
-                sums = launches.run(*_placing(template, found))
-                if len(steps.views) == 1 and not steps.rest:
-                    self._saw(launches, taker)
+            if view.dtype == own.slot.spec.torch_dtype:
+                views.setdefault(view.device, []).append(view)
             else:
-                memory = dict(zip(steps.sources, found.tensors, strict=True))
-                sums = partial_sums([view.piece(memory[view.source]) for view in views])
-            taker.add(steps.places[device], sums)
+                anew.append(own)
+        sums: list[_Sums] = []
+        for device, some in views.items():
+            template = _template_of_sums(device, some, look)
+            places = torch.tensor([self._parts[view.own].place for view in some], dtype=torch.int64)
+            sums.append(_Sums(some, places, template, PlacedLaunches(device, len(some), looks=self._looks)))
+        return sums, anew
+
+    def _sum_views(self, one: _Sums, look: PartsSeen, taker: Taker) -> None:
+        if one.template is not None:
+            sums = one.launches.run(*_placing(one.template, look[1]))
+        else:
+            memory = dict(zip(look[0].sources, look[1].tensors, strict=True))
+            sums = partial_sums([view.piece(memory[view.source]) for view in one.views])
+        taker.add(one.places, sums)
 
     def _saw(self, launches: PlacedLaunches, taker: Taker) -> None:
         """Notes what a launch that summed all parts has seen."""
@@ -508,41 +474,48 @@ class _Cast(NamedTuple):
         return self.box.numel * self.dtype.itemsize
 
 
-def _placing(template: Template, found: Seen, *first: int) -> tuple[object, Callable[[], Placed]]:
-    """Where the memories of a template lie, for ``PlacedLaunches``: those at addresses ``first``, then the parts."""
-    return (*first, found.place), lambda: Placed(template, (*first, *found.addresses))
+def _placing(template: Template, found: Seen, bucket: int = 0) -> tuple[object, Callable[[], Placed]]:
+    """Where the memories of a template lie, for ``PlacedLaunches``: the bucket, at this address, then the parts."""
+    return (bucket, found.place), lambda: Placed(template, (bucket, *found.addresses))
 
 
-def _template_of_sums(
-    device: torch.device, views: Sequence[_View], wholes: Mapping[int, torch.Tensor]
-) -> Template | None:
-    """The sums of some parts on a device wherever they lie; None where a launch is not worth it or cannot sum them.
+def _numbers(steps: _Steps) -> dict[int, int]:
+    """Number of each source among the memories of a template."""
+    return {source: 1 + number for number, source in enumerate(steps.sources)}
 
-    ``wholes`` has the sources of all parts, whose order is that of the template's memories.
-    """
-    needed = dict.fromkeys(view.source for view in views)
-    if not all(can_stand_in(wholes[source]) for source in needed):
+
+def _stand_ins(look: PartsSeen, device: torch.device) -> dict[int, torch.Tensor]:
+    """Tensors in the place of the sources on a device that can be copied as they are."""
+    made, (steps, found) = StandIns(), look
+    return {
+        source: made.of(whole)
+        for source, whole in zip(steps.sources, found.tensors, strict=True)
+        if whole.device == device and can_stand_in(whole)
+    }
+
+
+def _template_of_sums(device: torch.device, views: Sequence[_View], look: PartsSeen) -> Template | None:
+    """The sums of some parts on a device wherever they lie; None where a launch is not worth it or cannot sum them."""
+    stand_ins, numbers = _stand_ins(look, device), _numbers(look[0])
+    if not all(view.source in stand_ins for view in views):
         return None
-    made = StandIns()
-    stand_ins = {source: made.of(wholes[source]) for source in needed}
     pieces = [view.piece(stand_ins[view.source]) for view in views]
     transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
     if not worth_launch(sum(piece.tensor.nbytes for piece in pieces), device) or not all(map(can_transfer, transfers)):
         return None
     for number, piece in enumerate(pieces):
         check_piece(piece, number)
-    numbers = {source: number for number, source in enumerate(wholes)}
     return Template(transfers, [(numbers[view.source], NOWHERE) for view in views], device)
 
 
-def _copy_plainly(steps: _CopySteps, found: Seen, bucket: Bucket) -> None:
-    if not steps.copies:  # there may be tens of thousands of sources
+def _copy_plainly(copies: Sequence[_Copy], look: PartsSeen, bucket: Bucket) -> None:
+    if not copies:  # there may be tens of thousands of sources
         return
-    memory = {source: (whole, bits(whole)) for source, whole in zip(steps.sources, found.tensors, strict=True)}
+    memory = {source: (whole, bits(whole)) for source, whole in zip(look[0].sources, look[1].tensors, strict=True)}
     flat = Flat(bucket.data)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for copy in steps.copies:
+    for copy in copies:
         view = copy.view
         source, as_bits = memory[view.source]
         same = source.dtype == copy.dtype

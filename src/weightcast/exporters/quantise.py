@@ -65,18 +65,9 @@ def _expanded(specs: Sequence[TensorSpec], form: Fp8Format) -> list[tuple[Tensor
 class Quantiser:
     """Quantises parts of tensors as a gatherer asks for them; ``self.specs`` are the travelling tensors."""
 
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        local: Local,
-        shared: Shared,
-        form: Fp8Format,
-        watch: Callable[[BucketLayout], Watched],
-    ) -> None:
-        """``watch`` watches the memory that a bucket's values are computed from; the others are a gatherer's."""
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, form: Fp8Format) -> None:
+        """Takes the arguments of a gatherer of the tensors before they are quantised."""
         self._wide = tuple(specs)
-        self._watch = watch
-        self._steps: dict[int, Steps] = {}
         self._local = local
         self._form = form
         expanded = _expanded(specs, form)
@@ -91,10 +82,9 @@ class Quantiser:
         self._shared = shared
         self._group: TrainerGroup | None = None
         self._split: set[int] = set()
-        self._ranges: dict[int, tuple[BucketLayout, Mapping[int, tuple[int, int]]]] = {}
         # For the bucket that is being filled.
         self._scales = torch.empty(0)
-        self._now: Steps | None = None
+        self._now: Steps | None = None  # None where nothing is remembered
         # By source.
         self._grids: dict[int, torch.Tensor] = {}
         self._overall: dict[int, torch.Tensor] = {}
@@ -146,11 +136,15 @@ class Quantiser:
         everyone = tuple(range(self._group.world_size))
         return [SharedPart(whole_box(self.specs[number].shape), everyone, ready=False, computed=True)]
 
-    def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
+    def plan(self, layout: BucketLayout, watched: Watched) -> Steps:
+        """Works out which scales a bucket needs; ``watched`` is the memory that its values are computed from."""
+        return Steps(layout, self._wanted(layout), watched)
+
+    def begin(self, steps: Steps, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
-        wanted = self._wanted(layout)
+        wanted = steps.wanted
         scales = self._make_grids(wanted, group.device)
-        self._now = self._steps_of(layout, group.device)
+        self._use(steps, group.device)
         if self._now is not None and self._now.measuring is not None:
             self._now.measuring.measure(scales.data_ptr())
         else:
@@ -160,7 +154,7 @@ class Quantiser:
         if most.numel():
             shared.append(most)
         if shared and group.world_size > 1:
-            _share_maxima(shared, group, f"the scales of bucket {layout.index}")
+            _share_maxima(shared, group, f"the scales of bucket {steps.layout.index}")
         if not self._form.overall_suffix:
             self._form.finish(scales)
             return
@@ -178,15 +172,11 @@ class Quantiser:
         self._grids = {source: part.view(shape) for (source, shape), part in zip(shapes.items(), parts, strict=True)}
         return self._scales
 
-    def _steps_of(self, layout: BucketLayout, device: torch.device) -> Steps | None:
-        """The launches of a bucket that are remembered; None where there are none."""
-        if not launches_on(device):
-            return None
-        steps = self._steps.get(layout.index)
-        if steps is None or steps.layout != layout:
-            steps = self._steps[layout.index] = Steps(layout, self._watch(layout))
-        steps.look()
-        return steps
+    def _use(self, steps: Steps, device: torch.device) -> None:
+        """Remembers the launches of a bucket from now on, until ``end``, where there are launches."""
+        if launches_on(device):
+            steps.look()
+            self._now = steps
 
     def _measure_all(self, wanted: Mapping[int, tuple[int, int]], scales: torch.Tensor) -> None:
         self._parts = {source: self._local(source) for source in wanted}
@@ -201,11 +191,12 @@ class Quantiser:
         if self._now is not None and all(known):
             self._now.measuring = launches
 
-    def plan(self, layout: BucketLayout, device: torch.device) -> None:
-        """Works out which scales a bucket needs, and prepares the launches of a GPU."""
-        wanted, steps = self._wanted(layout), self._steps_of(layout, device)
-        if steps is None or steps.measuring is not None:
+    def prepare_scales(self, steps: Steps, device: torch.device) -> None:
+        """Prepares the launches of a GPU for a bucket.  ``prepare`` may follow, and then ``end``."""
+        self._use(steps, device)
+        if self._now is None or steps.measuring is not None:
             return
+        wanted = steps.wanted
         jobs = Jobs(self._form, device, self._make_grids(wanted, device).data_ptr())
         taken = [
             jobs.takes(held.memory, self._wide[source].torch_dtype, held.box.offset, common, self._blocks[source], grid)
@@ -213,7 +204,6 @@ class Quantiser:
             for (source, rows), grid in zip(wanted.items(), self._grids.values(), strict=True)
             for held, common in self._common(source, *rows)
         ]
-        self.end()
         if not jobs:
             return
         from weightcast.exporters import quantise_kernel
@@ -224,17 +214,13 @@ class Quantiser:
 
     def prepare(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:
         """Implements ``held_parts.Batch``."""
-        layout, device = bucket.layout, bucket.data.device
-        steps = self._steps_of(layout, device)
+        steps, device = self._now, bucket.data.device
         if steps is None or self._form.overall_suffix:
             return
-        jobs = Jobs(
-            self._form, device, self._make_grids(self._wanted(layout), device).data_ptr(), bucket.data.data_ptr()
-        )
+        jobs = Jobs(self._form, device, self._make_grids(steps.wanted, device).data_ptr(), bucket.data.data_ptr())
         parts = writes()
         others = self._sort(parts, jobs)
         copies = _copies(parts, others, bucket)
-        self.end()
         if jobs and copies is not None:
             from weightcast.exporters.quantise_kernel import Launches
 
@@ -251,9 +237,6 @@ class Quantiser:
 
     def _wanted(self, layout: BucketLayout) -> Mapping[int, tuple[int, int]]:
         """First and end index, in the grid's dimension 0, of the scales that a bucket needs, by source."""
-        known = self._ranges.get(layout.index)
-        if known is not None and known[0] == layout:
-            return known[1]
         wanted: dict[int, tuple[int, int]] = {}
         for slot in layout.slots:
             number = self._number.get(slot.spec.name)
@@ -268,7 +251,6 @@ class Quantiser:
                     wanted[source] = first, last
                 elif first < last:
                     wanted[source] = min(start, first), max(end, last)
-        self._ranges[layout.index] = layout, wanted
         return wanted
 
     def write(self, bucket: Bucket, key: object, writes: Callable[[], list[Write]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,11 +40,13 @@ class Steps:
 
     Attributes:
         layout: The bucket's layout.
+        wanted: First and end index, in the grid's dimension 0, of the scales that the bucket needs, by source.
         measuring: Measures all of the bucket's weights; None if that is not known, or other means are needed too.
     """
 
-    def __init__(self, layout: BucketLayout, watched: Watched) -> None:
+    def __init__(self, layout: BucketLayout, wanted: Mapping[int, tuple[int, int]], watched: Watched) -> None:
         self.layout = layout
+        self.wanted = wanted
         self.measuring: Launches | None = None
         self._watched = watched
         self._place: object = None

@@ -42,7 +42,7 @@ class StateDictExporter(WeightsExporter):
         super().__init__(self._holder, self._take, wire_dtype=wire_dtype)
 
     def changed(self) -> bool:
-        """Implements ``Replanning.changed``: looks at the tensors that the mapping has now."""
+        """Implements ``Exporter.changed``: looks at the tensors that the mapping has now."""
         if not all(map(isinstance, self._given.values(), repeat(torch.Tensor))):
             return True
         self._holder.take_all(self._given)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.copies import host_bytes
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import TrainerRankFailed
-from weightcast.protocols import Exporter, Summing
-from weightcast.wire.layout import BucketLayout, TensorSpec
-
-
-def unsummed(exporter: Exporter, specs: Sequence[TensorSpec]) -> Collection[str]:
-    """Names of the exporter's tensors that no rank sums before they are gathered."""
-    return exporter.unsummed() if isinstance(exporter, Summing) else [spec.name for spec in specs]
+from weightcast.protocols import PlannedBucket
+from weightcast.wire.layout import BucketLayout
 
 
 def encode(sources: torch.Tensor, buckets: Sequence[torch.Tensor]) -> bytes:
@@ -25,7 +19,7 @@ def encode(sources: torch.Tensor, buckets: Sequence[torch.Tensor]) -> bytes:
 
 
 def decode(
-    exporter: Exporter, layouts: Sequence[BucketLayout], group: TrainerGroup, messages: Sequence[bytes]
+    planned: Sequence[PlannedBucket], messages: Sequence[bytes]
 ) -> tuple[list[Folded], dict[int, list[torch.Tensor]]]:
     """Combines the messages of all ranks, in order of rank.
 
@@ -37,21 +31,15 @@ def decode(
     """
     rest = [torch.frombuffer(bytearray(message), dtype=torch.int64) if message else _NONE for message in messages]
     folded: list[Folded] = []
-    for layout in layouts:
-        if not isinstance(exporter, Summing):
-            folded.append(Folded.unknown(layout))
-            continue
-        counts = exporter.source_counts(layout, group)
-        short = [rank for rank, count in enumerate(counts) if len(rest[rank]) < count]
+    for one in planned:
+        short = [rank for rank, count in enumerate(one.counts) if len(rest[rank]) < count]
         if short:
             raise TrainerRankFailed(
                 f"trainer rank {short[0]} sent too few sums of its shards: its model has changed since it was prepared"
             )
-        folded.append(
-            exporter.fold(layout, group, [answer[:count] for answer, count in zip(rest, counts, strict=True)])
-        )
-        rest = [answer[count:] for answer, count in zip(rest, counts, strict=True)]
-    return folded, dict(_buckets(layouts, rest))
+        folded.append(one.fold([answer[:count] for answer, count in zip(rest, one.counts, strict=True)]))
+        rest = [answer[count:] for answer, count in zip(rest, one.counts, strict=True)]
+    return folded, dict(_buckets([one.layout for one in planned], rest))
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)

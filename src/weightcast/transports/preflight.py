@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from weightcast.config import PauseChoice, PauseMode, UpdateConfig
 from weightcast.errors import ConfigError, VerificationFailed, some
-from weightcast.protocols import Exporter, Mappable, Scattering, Summing
+from weightcast.protocols import Exporter
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import SpecName, TransportSpec
@@ -81,14 +81,12 @@ def _check_no_draft(link: Link, ours: Mapping[str, TensorSpec]) -> None:
         )
 
 
-def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfig, exporter: Exporter) -> None:
+def check_scattered(link: Link, specs: Sequence[TensorSpec], exporter: Exporter) -> None:
     """Raises ConfigError unless an engine can read shards that no rank has gathered, and they can be proven."""
     way = "shards that are not gathered"
     hint = 'use another transport: transport="auto", --via auto'
-    if not isinstance(exporter, Scattering) or not isinstance(exporter, Summing) or exporter.unsummed():
+    if not exporter.scatters or exporter.unsummed():
         raise ConfigError(f"{type(exporter).__name__} cannot send {way}", hint=hint)
-    if config.keep_mapped and not isinstance(exporter, Mappable):
-        raise ConfigError(f"the memory of {type(exporter).__name__} cannot be mapped", hint="leave keep_mapped out")
     sent = {spec.name: spec.dtype for spec in specs}
     for spec in link.info.specs:
         if sent.get(spec.name, spec.dtype) != spec.dtype:
@@ -127,7 +125,7 @@ def warn_hazards(link: Link) -> None:
 
 def check_scores(config: UpdateConfig, exporter: Exporter) -> None:
     """Raises ConfigError, or warns where the caller is not ``strict``, if behaviour has nothing to be compared with."""
-    if config.verify != "behaviour" or hasattr(exporter, "logprobs"):
+    if config.verify != "behaviour" or exporter.scores:
         return
     words = 'verify="behaviour" needs a forward pass, and this exporter has none'
     if config.strict:

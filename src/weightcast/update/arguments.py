@@ -196,13 +196,14 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
         return checkpoint, checkpoint.close
     if isinstance(model, Mapping):
         return StateDictExporter(model, wire_dtype=dtype), lambda: None
-    if not all(hasattr(model, part) for part in ("device", "specs", "prepare", "fill")):
+    if not isinstance(model, Exporter):  # pyright: ignore[reportUnnecessaryIsInstance]
         exporter = claimed(model, dtype)
         if exporter is None:
             unusable = [f"{one.name} of {one.package}: {one.error}" for one in OTHERS.load() if one.error]
             raise ConfigError(
                 f"an object of type {type(model).__name__} is no model that can be exported",
-                hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter"
+                hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter, whose class "
+                "derives from weightcast.protocols.Exporter"
                 + (f"; an exporter that cannot be used is left out: {'; '.join(unusable)}" if unusable else ""),
             )
         return exporter, getattr(exporter, "close", lambda: None)

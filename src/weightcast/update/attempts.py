@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import cast
 
 import msgspec
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import TrainerRankFailed, UpdateFailed
-from weightcast.protocols import Exporter, Scorer
+from weightcast.protocols import Exporter
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.update.bucket_stream import BucketStream
@@ -132,10 +131,9 @@ class Attempts:
         return msgspec.structs.replace(result, report=report.with_timeline(timeline))
 
     def _score(self, head: Head | None) -> AttemptResult:
-        scorer = cast(Scorer, self._exporter)
         mine, why, began = list[float](), "", time.monotonic()
         try:
-            mine = scorer.logprobs(_PROBE_TOKENS)
+            mine = self._exporter.logprobs(_PROBE_TOKENS)
         except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
             why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
         result = AttemptResult()

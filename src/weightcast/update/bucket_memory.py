@@ -10,7 +10,7 @@ import torch
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
 from weightcast.exporters.memory_estimate import WORK_BYTES, bucket_bytes_for, default_bucket_bytes, peak_bytes_of
-from weightcast.protocols import Budgeted, Exporter
+from weightcast.protocols import Exporter
 from weightcast.report import format_bytes
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, total_bytes
 
@@ -39,7 +39,7 @@ def choose_bucket_bytes(
         log.info("buckets of %s for %s%s", format_bytes(size), format_bytes(total_bytes(specs)), free)
     if limit is None or not specs:
         return size
-    computing = exporter.computing_bytes() if isinstance(exporter, Budgeted) else None
+    computing = exporter.computing_bytes()
     if computing is None:
         raise ConfigError(
             f"max_extra_bytes={limit}: {type(exporter).__name__} does not know the memory that it takes here",
@@ -64,7 +64,7 @@ def free_bytes_of(device: torch.device) -> int:
 
 def planned_bytes(exporter: Exporter, layouts: Sequence[BucketLayout], *, world_size: int) -> int:
     """Extra memory of a trainer rank, in bytes, with these buckets; 0 if the exporter does not know its own part."""
-    computing = exporter.computing_bytes() if isinstance(exporter, Budgeted) else None
+    computing = exporter.computing_bytes()
     if computing is None:
         return 0
     return peak_bytes_of(layouts, world_size=world_size, work_bytes=WORK_BYTES + computing)

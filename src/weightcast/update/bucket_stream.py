@@ -9,9 +9,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import cast
 
 import msgspec
 import torch
@@ -24,7 +23,7 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import BucketUse, Exporter, Lying, Mappable, Planning, Summing
+from weightcast.protocols import BucketUse, Exporter, Lying, PlannedBucket
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.transports.plan import UpdatePlan
@@ -122,6 +121,13 @@ class BucketStream:
         self._num_mapped = num_mapped
         self._group = group
         self._choice = choice
+        self._use = BucketUse(
+            receivers=choice.receivers,
+            scattered=choice.scattered,
+            reading_hosts=choice.reading_hosts,
+            leg_hosts=choice.leg_hosts,
+            sums=verifies,
+        )
         self._head = head
         self._verifies = verifies
         # Ranks that send to engine ranks themselves may wait a whole deadline for these before they come.
@@ -129,7 +135,6 @@ class BucketStream:
         self._progress = progress
         self._events = events
         self._checks_finite = choice.scattered and check_finite
-        self._served = ServedParts(exporter, group, checks_finite=self._checks_finite)
         sizes = (sum(slot.size_bytes for slot in layout.slots) for layout in layouts)
         self._sent_bytes = list(itertools.accumulate(sizes, initial=0))  # by the number of buckets that were sent
         self._plan: SendPlan | None = None
@@ -142,19 +147,29 @@ class BucketStream:
             chains=choice.chains,
             host=group.hosts[group.rank],
         )
-        self._mapped = MappedShares(exporter, group)
+        self._mapped = MappedShares(exporter.device)
         self.boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
-        self._sent_parts: dict[int, tuple[tuple[BucketPart, ...], Shared, tuple[Pack, ...], bytes]] = {}
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
         self._packs = Packs(())
+        self.plan_buckets()
+
+    def plan_buckets(self) -> None:
+        """Plans every bucket: at first, and whenever the model was looked at again."""
+        mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
+        plan, whole = self._exporter.plan, self._group.world_size == 1
+        self._planned = [
+            *plan(mapped, self._group, replace(self._use, copies=False)),
+            *plan(filled, self._group, self._use),
+        ]
+        self._served = [ServedParts(one, checks_finite=self._checks_finite, whole=whole) for one in self._planned]
 
     @property
     def planned_bytes(self) -> int:
         """Extra memory of this rank at its peak, in bytes, as planned; 0 if that is not known."""
         layouts = self._layouts[self._num_mapped :]
         planned = planned_bytes(self._exporter, layouts, world_size=self._group.world_size)
-        packs = max((self._pack_bytes(layout) for layout in layouts), default=0)
+        packs = max(map(self._pack_bytes, layouts), default=0)
         return planned + packs * min(_NUM_SLOTS, len(layouts)) if planned else 0
 
     @property
@@ -184,25 +199,25 @@ class BucketStream:
             return []  # each engine rank has its own legs, which its first bucket tells
         found: list[list[Shared]] = []
         problem = ""
-        for number, layout in enumerate(self._layouts):
+        for number in range(len(self._layouts)):
             mine: Shared | None = None
             try:
-                mine = self._mine_ahead(number, layout) if not problem else None
+                mine = self._mine_ahead(number) if not problem else None
             except ConfigError as error:
                 problem = str(error)
                 log.info("engines map this rank's memory in the first update, if they can: %s", problem)
             if number < self._num_mapped:
                 found.append(self._gather_mapped(mine))
                 continue
-            parts = self._served.parts_of(layout) if choice.scattered else ()
-            data = self._encoded(layout, mine, parts, ()) if mine is not None else b""
+            served = self._served[number]
+            data = served.encoded(mine, served.parts if choice.scattered else ()) if mine is not None else b""
             found.append(self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or []))
         return found
 
-    def _mine_ahead(self, number: int, layout: BucketLayout) -> Shared | None:
+    def _mine_ahead(self, number: int) -> Shared | None:
         """Handles to this rank's memory for a bucket; none in them if it is not known yet, None if it has no part."""
         if number < self._num_mapped:
-            return self._mapped.share(self._mapped.look(layout))
+            return self._mapped.share(self._mapped.look(self._planned[number]))
         if self._choice.exchanges or "weightcast" not in self._choice.sharings:
             return Shared()
         self._make_slots()
@@ -214,17 +229,13 @@ class BucketStream:
         exporter = self._exporter
         if self._verifies or exporter.device.type == "cuda":  # where copies are launches of the same kernel
             prepare_kernels(exporter.device, size_bytes=self._sent_bytes[-1])
-        for layout in self._layouts[self._num_mapped :]:
-            self._served.prepare(layout)
-        if not isinstance(exporter, Planning):
-            return
-        sums = self._verifies and isinstance(exporter, Summing)
-        mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
-        for layouts, copies in ((mapped, False), (filled, True)):
-            if layouts:
-                buffers = [slot.data for slot in self._slots] if copies else []
-                use = BucketUse(scattered=self._choice.scattered, copies=copies, sums=sums, buffers=buffers)
-                exporter.plan(layouts, self._group, use)
+        for number, (planned, served) in enumerate(zip(self._planned, self._served, strict=True)):
+            if number < self._num_mapped:
+                planned.prepare(None)
+                continue
+            served.prepare()
+            slot = self._slot(number)
+            planned.prepare(slot.data if slot is not None else None)
 
     def begin(self) -> Filling:
         """Begins one attempt, with the weights as they lie now.  Collective: every trainer rank calls it.
@@ -234,10 +245,11 @@ class BucketStream:
         self.exchange.begin()
         sources = SourceSums() if self._verifies else None
         filling = Filling(plan=self.plan(), sources=sources)
-        mapped = self._layouts[: self._num_mapped]
-        filling.lying = [self._look_at_mapped(layout) for layout in mapped]
-        if self._sums_ahead:
-            self._sum_mapped(filling, mapped)
+        mapped = self._planned[: self._num_mapped]
+        filling.lying = [self._look_at_mapped(planned) for planned in mapped]
+        if self._sums_ahead and sources is not None:
+            for planned in mapped:
+                planned.sum_own(sources)
         return filling
 
     def start(self, filling: Filling) -> None:
@@ -262,11 +274,6 @@ class BucketStream:
         A host sums while they read, since they would wait for it.
         """
         return self._exporter.device.type == "cuda"
-
-    def _sum_mapped(self, filling: Filling, layouts: Sequence[BucketLayout]) -> None:
-        if filling.sources is not None:
-            for layout in layouts:
-                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)
 
     def send(
         self, filling: Filling, *, sums_buckets: bool
@@ -314,7 +321,8 @@ class BucketStream:
         self._free_slots()
 
     def _free_slots(self) -> None:
-        self._served.forget()
+        for served in self._served:
+            served.forget()
         for slot in self._slots:
             slot.close()
         self._slots.clear()
@@ -322,7 +330,7 @@ class BucketStream:
     def _make_slots(self) -> None:
         """Allocates this rank's buffers, if it has any, unless they are there."""
         layouts = self._layouts[self._num_mapped :]
-        if self._group.rank in self._group.receivers and layouts and not self._slots:
+        if self._group.rank in self._use.receivers and layouts and not self._slots:
             size = max(layout.size_bytes + self._pack_bytes(layout) for layout in layouts)
             count = min(_NUM_SLOTS, len(layouts))
             self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.sharings)
@@ -337,16 +345,8 @@ class BucketStream:
             yield Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")), None
         layouts = self._layouts[self._num_mapped :]
         self._make_slots()
-        slots = [slot.data for slot in self._slots] if self._group.rank in self._group.receivers else None
-        scattered = self._choice.scattered
-        buckets = bucketize(
-            self._exporter,
-            layouts,
-            self._group,
-            slots,
-            filling.sources,
-            scattered=scattered,
-        )
+        slots = [slot.data for slot in self._slots] if self._group.rank in self._use.receivers else None
+        buckets = bucketize(self._planned[self._num_mapped :], slots, filling.sources)
         for number, layout in enumerate(layouts):
             slot = self._slot(self._num_mapped + number)
             if slot is not None:
@@ -377,20 +377,20 @@ class BucketStream:
             if mapped:
                 parts, shared = (), filling.mapped[index]
             else:
-                parts = self._served.look(bucket) if self._choice.scattered and bucket is not None else ()
-                shared = self._gather_shared(layout, slot, parts, self._pack(bucket, slot, parts))
+                parts = self._served[index].look(bucket) if self._choice.scattered and bucket is not None else ()
+                shared = self._gather_shared(index, slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
                 so_far = self._sent_bytes[index + 1], self._sent_bytes[-1]
                 head.send(bucket, shared, so_far)
                 if self._progress is not None and not head.failed:
                     self._progress(*so_far)
-            if mapped and not self._sums_ahead:
-                self._sum_mapped(filling, [layout])
+            if mapped and not self._sums_ahead and filling.sources is not None:
+                self._planned[index].sum_own(filling.sources)
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
-                legs = self._choice.leg_hosts
-                self.exchange.send(bucket, self._served.legs(layout) if legs else {"": self._served.of(layout)})
+                planned = self._planned[index]
+                self.exchange.send(bucket, planned.serves_to if self._choice.leg_hosts else {"": planned.serves})
                 self._sent_since(began)
         return not self._choice.exchanges or self._end_exchange()
 
@@ -434,20 +434,20 @@ class BucketStream:
         messages = self._group.gather_bytes(message, timeout_s=self._wait_s)
         if messages is None:
             return (), {}
-        return sum_messages.decode(self._exporter, self._layouts, self._group, messages)
+        return sum_messages.decode(self._planned, messages)
 
     def _pack_bytes(self, layout: BucketLayout) -> int:
         """Bytes of a bucket's packs, and of the gap before them."""
         if not self.boxes:
             return 0
-        return ALIGNMENT_BYTES + self._packs.plan(layout, self._served.of(layout)).packed_bytes
+        return ALIGNMENT_BYTES + self._packs.plan(layout, self._planned[layout.index].serves).packed_bytes
 
     def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[BucketPart, ...]) -> tuple[Pack, ...]:
         """Puts short runs together behind the bucket, for engine ranks that read this rank's buffer."""
         if not self.boxes or bucket is None or slot is None or not parts:
             return ()
         layout = bucket.layout
-        plan = self._packs.plan(layout, self._served.of(layout))
+        plan = self._packs.plan(layout, self._planned[layout.index].serves)
         first = -(-layout.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._packs.pack(bucket, plan, slot.data[first : first + plan.packed_bytes])
         return tuple(
@@ -455,42 +455,32 @@ class BucketStream:
         )
 
     def _gather_shared(
-        self, layout: BucketLayout, slot: SharedSlot | None, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...] = ()
+        self, index: int, slot: SharedSlot | None, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...] = ()
     ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
-        choice = self._choice
+        choice, served = self._choice, self._served[index]
         if choice.exchanges:
             self._tell_failures()
             if slot is not None and choice.leg_hosts:
                 # Engine ranks elsewhere get messages out of the same buffer.
-                shared = msgspec.structs.replace(slot.share(opens=0), legs=self._served.legs_of(layout))
+                shared = msgspec.structs.replace(slot.share(opens=0), legs=served.legs)
                 mine = msgspec.json.encode(shared)
             else:
-                mine = self._encoded(layout, Shared(), parts, ())
+                mine = served.encoded(Shared(), parts)
         elif not choice.sharings:
             return []
         elif slot is None:
             mine = b""
         else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
-            mine = self._encoded(layout, shared, parts, packs)
+            mine = served.encoded(shared, parts, packs)
         return self._shared_by(self._group.gather_bytes(mine, timeout_s=self._wait_s) or [])
 
-    def _encoded(
-        self, layout: BucketLayout, shared: Shared, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...]
-    ) -> bytes:
-        """The handle of a bucket and the parts in it; the same object as long as they stay the same."""
-        known = self._sent_parts.get(layout.index)
-        if known is None or known[0] is not parts or known[1:3] != (shared, packs):
-            data = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts, packs=packs))
-            known = self._sent_parts[layout.index] = parts, shared, packs, data
-        return known[3]
-
-    def _look_at_mapped(self, layout: BucketLayout) -> Lying:
+    def _look_at_mapped(self, planned: PlannedBucket) -> Lying:
         """This rank's parts where they lie; ConfigError if one cannot be read there, and NotFinite."""
-        lying = self._mapped.look(layout)
+        lying = self._mapped.look(planned)
         if self._checks_finite:
-            check_parts_finite([(layout.slots[number].spec.name, view) for number, _, view in lying.views()])
+            check_parts_finite([(planned.layout.slots[number].spec.name, view) for number, _, view in lying.views()])
         return lying
 
     def _gather_mapped(self, mine: Shared | None) -> list[Shared]:
@@ -504,7 +494,7 @@ class BucketStream:
 
     def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:
         """The handles that trainer ranks sent, in order of rank, with the host where they can be opened."""
-        hosts = self._group.hosts if self._choice.reading_hosts or self._choice.leg_hosts else ()
+        hosts = self._group.hosts if self._use.reading_hosts or self._use.leg_hosts else ()
         return [_shared_of(item, hosts[rank] if hosts else "") for rank, item in enumerate(gathered) if item]
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError, TargetRejected, WeightcastError
-from weightcast.protocols import Casting, Exporter, Scattering, Sharing
+from weightcast.protocols import Exporter, Sharing
 from weightcast.report import LegReport
 from weightcast.transports.blame import is_the_transports
 from weightcast.transports.broadcast import BY_RANK
@@ -236,7 +236,7 @@ class Planner:
         try:
             spec = choose_transport("auto", topology, without=without)
             for link in links:  # what is read in place is not cast
-                check_scattered(link, self.specs if spec.in_place else sent, self.config, self.exporter)
+                check_scattered(link, self.specs if spec.in_place else sent, self.exporter)
         except ConfigError as error:
             log.debug("shards are gathered: %s", error)
             return None
@@ -311,16 +311,14 @@ class Planner:
         return self.failed.get(url, frozenset())
 
     def _whole_on(self) -> Collection[str]:
-        exporter = self.exporter
-        # An exporter that cannot leave shards where they are is refused for that reason.
-        return exporter.whole_on(self.hosts) if isinstance(exporter, Scattering) else self.hosts
+        return self.exporter.whole_on(self.hosts)
 
     # -- what follows from it
 
     def _target(self, link: Link, spec: TransportSpec, sent: Sequence[TensorSpec], bucket_bytes: int) -> TargetPlan:
         """How a target gets the weights by this transport; ConfigError if it cannot be updated by it."""
         if not spec.gathers:
-            check_scattered(link, sent, self.config, self.exporter)
+            check_scattered(link, sent, self.exporter)
         link.adapter.check(sent, delivery=spec.delivery, bucket_bytes=bucket_bytes)
         topology, info = self.topology({link.url: link.info}), link.info
         near, reads = (), ()
@@ -345,7 +343,7 @@ class Planner:
 
     def _sent(self, links: Sequence[Link]) -> tuple[TensorSpec, ...]:
         """The tensors in the smaller dtypes that all these engines keep, unless the caller chose their dtypes."""
-        may_cast = self.config.wire_dtype is None and isinstance(self.exporter, Casting) and self.exporter.casts
+        may_cast = self.config.wire_dtype is None and self.exporter.casts
         tables = [(*link.info.specs, *link.info.optional) for link in links]
         return tuple(best_sent(self.specs, tables)) if may_cast else self.specs
 

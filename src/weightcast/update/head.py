@@ -287,7 +287,7 @@ class Head:
         self._phases["load"] = max(link.load_s for link in self.sessions.links)
         self._phases["verify"] = self._phases.get("verify", 0.0) + max(link.verify_s for link in self.sessions.links)
         wants_score = self._config.verify == "behaviour"
-        if wants_score and hasattr(self._exporter, "logprobs"):
+        if wants_score and self._exporter.scores:
             return AttemptResult(score=True)
         if wants_score:
             for link in self.sessions.links:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 import torch
@@ -14,11 +13,11 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.tensor_memory import TensorMemory
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.held_parts import region
-from weightcast.protocols import Exporter, Lying, Mappable, Scattering
+from weightcast.protocols import Exporter, Lying, PlannedBucket
 from weightcast.update.finite import FiniteCheck, check_parts_finite
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import BucketPart, MappedPart
+from weightcast.wire.bucket_sources import BucketPart, MappedPart, Pack
 from weightcast.wire.layout import MAX_BYTES, BucketLayout, Packing, TensorSpec, plan_buckets
 
 log = logging.getLogger("weightcast.update.mapped")
@@ -26,75 +25,66 @@ _encoder = msgspec.json.Encoder()
 _names = msgspec.json.Decoder(list[str]).decode
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Views of one bucket's parts in the buffer that it was filled into."""
-
-    served: Sequence[tuple[int, Box]]
-    address: int
-    views: Sequence[tuple[str, torch.Tensor]]
-
-
 class ServedParts:
-    """The parts of one rank, in update after update.  They are described once, as long as they stay alike."""
+    """This rank's parts of one bucket, in update after update.  They are described once."""
 
-    def __init__(self, exporter: Exporter, group: TrainerGroup, *, checks_finite: bool) -> None:
-        """Looks at nothing yet; ``checks_finite`` is True if values must be finite."""
-        self._exporter = exporter
-        self._group = group
-        self._checks_finite = checks_finite
-        self._parts: dict[int, tuple[Sequence[tuple[int, Box]], tuple[BucketPart, ...]]] = {}
-        self._legs: dict[int, tuple[object, dict[str, tuple[BucketPart, ...]]]] = {}
-        self._known: dict[int, _Known] = {}
-        self._wholes = FiniteCheck()
+    def __init__(self, planned: PlannedBucket, *, checks_finite: bool, whole: bool) -> None:
+        """Looks at nothing yet.
 
-    def of(self, layout: BucketLayout) -> Sequence[tuple[int, Box]]:
+        ``checks_finite`` is True if values must be finite, and ``whole`` if this rank has all of the bucket.
+        """
+        self._planned = planned
+        self._checks_parts = checks_finite and not whole
+        self._wholes = FiniteCheck() if checks_finite and whole else None
+        self._views: tuple[int, Sequence[tuple[str, torch.Tensor]]] = 0, ()  # in the buffer at this address
+        self._sent: tuple[Shared, tuple[BucketPart, ...], tuple[Pack, ...], bytes] | None = None
+
+    @property
+    def boxes(self) -> Sequence[tuple[int, Box]]:
         """Number of the slot and box of each part."""
-        return cast(Scattering, self._exporter).serves(layout, self._group)
+        return self._planned.serves
 
-    def parts_of(self, layout: BucketLayout) -> tuple[BucketPart, ...]:
+    @cached_property
+    def parts(self) -> tuple[BucketPart, ...]:
         """The parts in the form of the wire."""
-        served, known = self.of(layout), self._parts.get(layout.index)
-        if known is None or known[0] is not served:
-            known = self._parts[layout.index] = served, _as_parts(served)
-        return known[1]
+        return _as_parts(self._planned.serves)
 
-    def legs(self, layout: BucketLayout) -> Mapping[str, Sequence[tuple[int, Box]]]:
-        """As ``of``, for the engine ranks that read memory on each host."""
-        return cast(Scattering, self._exporter).serves_to(layout, self._group)
+    @cached_property
+    def legs(self) -> dict[str, tuple[BucketPart, ...]]:
+        """The same for the engine ranks that read memory on each host."""
+        return {host: _as_parts(own) for host, own in self._planned.serves_to.items()}
 
-    def legs_of(self, layout: BucketLayout) -> dict[str, tuple[BucketPart, ...]]:
-        """The same in the form of the wire."""
-        served, known = self.legs(layout), self._legs.get(layout.index)
-        if known is None or known[0] is not served:
-            known = self._legs[layout.index] = served, {host: _as_parts(own) for host, own in served.items()}
-        return known[1]
-
-    def prepare(self, layout: BucketLayout) -> None:
+    def prepare(self) -> None:
         """Works out what ``look`` needs before there is a buffer."""
-        if self._checks_finite and self._group.world_size == 1:
-            self._wholes.prepare(layout)
+        if self._wholes is not None:
+            self._wholes.prepare(self._planned.layout)
 
     def look(self, bucket: Bucket) -> tuple[BucketPart, ...]:
-        """The parts of a filled bucket; raises ``NotFinite`` if they must be finite and are not."""
-        if self._checks_finite and self._group.world_size == 1:  # then the bucket is whole
+        """The parts of the filled bucket; raises ``NotFinite`` if they must be finite and are not."""
+        if self._wholes is not None:
             self._wholes.check(bucket)
-        elif self._checks_finite:
-            check_parts_finite(self._views(bucket))
-        return self.parts_of(bucket.layout)
+        elif self._checks_parts:
+            check_parts_finite(self._views_in(bucket))
+        return self.parts
+
+    def encoded(self, shared: Shared, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...] = ()) -> bytes:
+        """The handle of the bucket and the parts in it; the same object as long as they stay the same."""
+        if self._sent is None or self._sent[:3] != (shared, parts, packs):
+            data = _encoder.encode(msgspec.structs.replace(shared, parts=parts, packs=packs))
+            self._sent = shared, parts, packs, data
+        return self._sent[3]
 
     def forget(self) -> None:
         """Lets go of the buffers."""
-        self._known.clear()
+        self._views = 0, ()
 
-    def _views(self, bucket: Bucket) -> Sequence[tuple[str, torch.Tensor]]:
-        index, served, address = bucket.layout.index, self.of(bucket.layout), bucket.data.data_ptr()
-        known = self._known.get(index)
-        if known is None or known.served is not served or known.address != address:
+    def _views_in(self, bucket: Bucket) -> Sequence[tuple[str, torch.Tensor]]:
+        address = bucket.data.data_ptr()
+        if self._views[0] != address:
             slots = bucket.layout.slots
-            views = [(slots[number].spec.name, region(bucket, slots[number], box)) for number, box in served]
-            known = self._known[index] = _Known(served, address, views)
-        return known.views
+            views = [(slots[number].spec.name, region(bucket, slots[number], box)) for number, box in self.boxes]
+            self._views = address, views
+        return self._views[1]
 
 
 def _as_parts(served: Sequence[tuple[int, Box]]) -> tuple[BucketPart, ...]:
@@ -104,21 +94,21 @@ def _as_parts(served: Sequence[tuple[int, Box]]) -> tuple[BucketPart, ...]:
 class MappedShares:
     """Handles to this rank's memory.  They are made once, and again when a tensor has moved."""
 
-    def __init__(self, exporter: Exporter, group: TrainerGroup) -> None:
-        self._exporter = exporter
-        self._group = group
+    def __init__(self, device: torch.device) -> None:
+        """Makes none yet; ``device`` is that of the weights."""
+        self._device = device
         self._memory = TensorMemory()
         self._stamp: object = None
         self._shared = Shared()
 
-    def look(self, layout: BucketLayout) -> Lying:
-        """The parts where they lie now; raises as ``Mappable.own_memory``.
+    def look(self, planned: PlannedBucket) -> Lying:
+        """The parts where they lie now; raises as ``PlannedBucket.own_memory``.
 
         On a GPU it waits for the work on the current stream, which may write them.
         """
-        lying = cast(Mappable, self._exporter).own_memory(layout, self._group)
-        if self._exporter.device.type == "cuda":
-            torch.cuda.current_stream(self._exporter.device).synchronize()
+        lying = planned.own_memory()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         return lying
 
     def share(self, lying: Lying) -> Shared:
@@ -158,7 +148,7 @@ def layouts_in_place(
     What engines read is one bucket without a buffer.  Tensors that a rank casts or computes when they are sent go by
     buckets in the same session.  Collective: every trainer rank gets the same.
     """
-    mine = _encoder.encode(sorted(cast(Mappable, exporter).unmappable(group)))
+    mine = _encoder.encode(sorted(exporter.unmappable(group)))
     gathered = group.gather_bytes(mine)
     told = None if gathered is None else _encoder.encode(sorted({name for one in gathered for name in _names(one)}))
     others = frozenset(_names(group.broadcast_bytes(told)))

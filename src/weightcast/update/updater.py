@@ -25,7 +25,7 @@ from weightcast.config import Target, UpdateConfig, check_version
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exporter, Replanning
+from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport, count_of
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.transports.plan import UpdatePlan
@@ -435,21 +435,16 @@ class WeightUpdater:
 
         Returns False on every rank if the choices of the head must be made again, because a call was broken off.
         """
-        exporter = self._exporter
-        notices = isinstance(exporter, Replanning)
-        looks_again = looks and (self._looks_again or (notices and exporter.changed()))
+        looks_again = looks and (self._looks_again or self._exporter.changed())
         flags = self._ranks.enter(flags=(_LOOK_AGAIN if looks_again else 0) | (0 if self._settled else _CHOOSE_AGAIN))
         if flags & _LOOK_AGAIN:
             self._look_again()
         return not flags & _CHOOSE_AGAIN
 
     def _look_again(self) -> None:
-        exporter = self._exporter
-        notices = isinstance(exporter, Replanning)
         self._looks_again, problem = True, None
         try:
-            if notices:
-                exporter.look_again()
+            self._exporter.look_again()
             if self._stream is not None:
                 check_planned_bytes(self._config, self._stream.planned_bytes)
         except WeightcastError as error:
@@ -457,7 +452,9 @@ class WeightUpdater:
         failure = self._ranks.agree(problem)
         if failure is not None:
             raise self._all_heard(failure)
-        exporter.prepare(self._group)
+        self._exporter.prepare(self._group)
+        if self._stream is not None:
+            self._stream.plan_buckets()
         self._looks_again = False
         log.info("the model is made in another way than before, so its tensors were looked at again")
 
@@ -541,9 +538,6 @@ class WeightUpdater:
         if self._stream is not None:
             self._stream.close()  # other targets and transports may need other buffers
         self._plan = plan
-        self._group.receivers = plan.receivers
-        self._group.reading_hosts = plan.reading_hosts
-        self._group.leg_hosts = plan.leg_hosts
         num_mapped = 0
         if plan.mapped:
             layouts, num_mapped = layouts_in_place(

@@ -13,7 +13,6 @@ from weightcast.config import UpdateConfig
 from weightcast.digest.sent import Sent, SentDigests, gathered_otherwise
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
-from weightcast.exporters.sum_messages import unsummed
 from weightcast.protocols import Exporter
 from weightcast.transports.blame import raise_together, try_each
 from weightcast.transports.link import Link
@@ -38,7 +37,7 @@ class Verifier:
         self._members = members
         self._config = config
         self._exporter = exporter
-        self._unsummed = tuple(unsummed(exporter, specs))
+        self._unsummed = tuple(exporter.unsummed())
         self._unsummed_names = frozenset(self._unsummed)
         self._finite = FiniteCheck()
         self._digests = SentDigests()

@@ -21,6 +21,7 @@ from weightcast.exporters.mapping import Family, Rule
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.exporters.quantise import Fp8Blocks
+from weightcast.protocols import BucketUse
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -51,13 +52,12 @@ def random_model(seed: int, mesh) -> nn.Module:
 
 def sum_random_models(seeds, meshes, receivers, wire_dtype):
     group = connected()
-    group.receivers = receivers
     made = {shape: init_device_mesh("cpu", shape) for shape in meshes}
     found = []
     for number, seed in enumerate(seeds):
         model = random_model(seed, made[meshes[number % len(meshes)]])
         exporter = ModuleExporter(model, family="plain", wire_dtype=wire_dtype)
-        result = summed(exporter, group, bucket_bytes=512 if seed % 2 else 8192)
+        result = summed(exporter, group, BucketUse(receivers=receivers), bucket_bytes=512 if seed % 2 else 8192)
         whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
         specs = {spec.name: spec.torch_dtype for spec in exporter.specs()}
         right = {name: tensor_digest(value.detach().to(specs[name])) for name, value in whole.items()}
@@ -216,7 +216,6 @@ def adapted(mesh, base_placements, adapter_placements, quantise):
 
 def sum_adapted(base_placements, adapter_placements, quantise, wrong, receivers):
     group = connected()
-    group.receivers = receivers
     mesh = init_device_mesh("cpu", (2,))
     model, exporter = adapted(mesh, base_placements, adapter_placements, quantise)
     proj = model.proj
@@ -224,21 +223,21 @@ def sum_adapted(base_placements, adapter_placements, quantise, wrong, receivers)
     if wrong in tensors and group.rank == 1:
         tensors[wrong].to_local().view(-1)[0] += 1
     if wrong == "gathered" and group.rank == 1:
-        fill = gather.Gatherer.fill
+        fill = gather.GatherBucket.fill
 
-        def then_flip(self, bucket, *args, **kwargs):
-            value = fill(self, bucket, *args, **kwargs)
-            if bucket is not None and any("lora_" in slot.spec.name for slot in bucket.layout.slots):
-                bucket.data[1] ^= 1
+        def then_flip(self, data, sources=None):
+            value = fill(self, data, sources)
+            if data is not None and any("lora_" in slot.spec.name for slot in self.layout.slots):
+                data[1] ^= 1
             return value
 
-        gather.Gatherer.fill = then_flip
+        gather.GatherBucket.fill = then_flip
         try:
-            result = summed(exporter, group, bucket_bytes=4096)
+            result = summed(exporter, group, BucketUse(receivers=receivers), bucket_bytes=4096)
         finally:
-            gather.Gatherer.fill = fill
+            gather.GatherBucket.fill = fill
     else:
-        result = summed(exporter, group, bucket_bytes=4096)
+        result = summed(exporter, group, BucketUse(receivers=receivers), bucket_bytes=4096)
     group.close()
     return result and (result[0] == result[1], result[2])
 

@@ -10,6 +10,7 @@ from tests.helpers.exports import CPU, export, raw
 from tests.helpers.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.module import ModuleExporter
+from weightcast.protocols import BucketUse
 
 # Stacked experts, and names that transformers finds by class, both under FSDP2.
 SHARDED = ["OlmoeForCausalLM", "LlavaForConditionalGeneration"]
@@ -25,7 +26,6 @@ def sharded(class_name: str, folder: str) -> None:
     """Exports each rank's shards, which together are the checkpoint of the whole model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     model = library.make(class_name)
     want = load_file(f"{folder}/model.safetensors")
     for module in list(model.modules()):
@@ -33,7 +33,7 @@ def sharded(class_name: str, folder: str) -> None:
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert type(model).__name__ != class_name  # FSDP2's class hides the conversion from transformers
-    got = export(ModuleExporter(model), group)
+    got = export(ModuleExporter(model), group, BucketUse(receivers=(0, 1)))
     assert set(got) == set(want)
     assert [name for name in want if got[name] != raw(want[name])] == []
     group.close()

@@ -21,6 +21,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters import gather_plan
 from weightcast.exporters.local_shard import experts_over
 from weightcast.exporters.module import ModuleExporter
+from weightcast.protocols import BucketUse
 from weightcast.wire.layout import Packing
 
 
@@ -79,12 +80,11 @@ def mesh_of(fsdp: int, ep: int) -> DeviceMesh:
     return _meshes[fsdp, ep]
 
 
-def group_of(receivers: tuple[int, ...]) -> TrainerGroup:
+def connected() -> TrainerGroup:
     if _groups and _groups[0]._failure is not None:
         _groups.clear()
     if not _groups:
         _groups.append(TrainerGroup.connect(CPU, timeout_s=AMPLE_S))
-    _groups[0].receivers = receivers
     return _groups[0]
 
 
@@ -132,11 +132,11 @@ def export_case(case: dict) -> list[str]:
     gather_plan.MIN_SCRATCH_BYTES = case["scratch_bytes"]
     exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], **options)
     receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
-    group = group_of(receivers)
+    group, use = connected(), BucketUse(receivers=receivers)
     assert want
     wrong: list[str] = []
     for _ in range(2):
-        got = export(exporter, group, bucket_bytes=case["bucket_bytes"], packing=case["packing"])
+        got = export(exporter, group, use, bucket_bytes=case["bucket_bytes"], packing=case["packing"])
         assert (got == {}) == (group.rank not in receivers)
         wrong += [name for name in want if group.rank in receivers and got.get(name) != want[name]]
         assert not set(got) - set(want)
@@ -206,7 +206,7 @@ def refuse() -> str:
     # Both ranks say that they are the first of two.
     exporter = ModuleExporter(model, shard_of=experts_over(0, 2, match=r"experts\..*"))
     try:
-        exporter.prepare(group_of((0,)))
+        exporter.prepare(connected())
     except ConfigError as error:
         return str(error)
     return "accepted"

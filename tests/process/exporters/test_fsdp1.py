@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.helpers import library
-from tests.helpers.exports import CPU, export, raw
+from tests.helpers.exports import CPU, export, plan, raw
 from tests.helpers.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import SourceSums
@@ -40,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # Odd sizes, so that ranks get parts of rows and the flat parameters are padded.
 INPUT = torch.tensor([[3, 4, 5, 6, 7]])
+EVERYBODY = BucketUse(receivers=(0, 1))
 
 
 def wrap(model: nn.Module, *, layers: bool = False, checkpointed: bool = False, compiled: bool = False, **options: Any):
@@ -59,7 +61,6 @@ def exported(class_name: str, folder: str, kinds: list[str]) -> dict[str, list[s
     """Names of the tensors that an export has otherwise than the checkpoint, for each kind and bucket size."""
     want = load_file(f"{folder}/model.safetensors")
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     found: dict[str, list[str]] = {}
     for kind in kinds:
         model = wrap(library.make(class_name), **KINDS[kind])
@@ -68,7 +69,7 @@ def exported(class_name: str, folder: str, kinds: list[str]) -> dict[str, list[s
         assert exporter.family.name.startswith("transformers"), "recorded, and not from a table"
         local = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         for bucket_bytes in (20_000, 1 << 20):
-            got = export(exporter, group, bucket_bytes=bucket_bytes)
+            got = export(exporter, group, EVERYBODY, bucket_bytes=bucket_bytes)
             wrong = sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != raw(want[n])]
             found.setdefault(kind, []).extend(wrong)
         assert {name: tuple(tensor.shape) for name, tensor in model.named_parameters()} == local, "sharded again"
@@ -79,7 +80,6 @@ def exported(class_name: str, folder: str, kinds: list[str]) -> dict[str, list[s
 def trained(class_name: str) -> tuple[list[str], int]:
     """Names that differ from a replica's after the same step, before which the exporter was made; changed names."""
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0,)
     replica = library.make(class_name)
     model = wrap(copy.deepcopy(replica), layers=True)
     exporter = Fsdp1Exporter(model)
@@ -105,29 +105,30 @@ def close(one: bytes, other: bytes) -> bool:
 def planned(class_name: str) -> tuple[dict[str, int], list[str]]:
     """How often a rank worked out its copies, while it planned and while it exported; and names with other bytes."""
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     model = wrap(library.make(class_name), layers=True)
-    want = export(Fsdp1Exporter(model), group)
+    want = export(Fsdp1Exporter(model), group, EVERYBODY)
     exporter = Fsdp1Exporter(model)
     exporter.prepare(group)
     local = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     counts: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_plan_copies", "_plan_sums"):
-            plan = getattr(OwnParts, name)
+            made = getattr(OwnParts, name)
 
-            def counting(self: OwnParts, *options: Any, name: str = name, plan: Any = plan) -> Any:
+            def counting(self: OwnParts, *options: Any, name: str = name, made: Any = made) -> Any:
                 counts[name] = counts.get(name, 0) + 1
-                return plan(self, *options)
+                return made(self, *options)
 
             patch.setattr(OwnParts, name, counting)
         layouts = plan_buckets(exporter.specs(), bucket_bytes=20_000, packing=Packing())
-        exporter.plan(layouts, group, BucketUse(sums=True))
+        planned = plan(exporter, layouts, group, replace(EVERYBODY, sums=True))
+        for one in planned:
+            one.prepare(None)
         assert {name: tuple(tensor.shape) for name, tensor in model.named_parameters()} == local
         before = dict(counts)
         slots, sources = allocate_slots(CPU, 20_000), SourceSums()
         got: dict[str, bytes] = {}
-        for bucket in bucketize(exporter, layouts, group, slots, sources=sources):
+        for bucket in bucketize(planned, slots, sources):
             assert bucket is not None
             for slot, view in bucket.views():
                 got[slot.spec.name] = got.get(slot.spec.name, b"") + raw(view)
@@ -151,12 +152,11 @@ def buffers() -> tuple[list[str], list[str]]:
     """Names whose values differ from torch's own full state dict, before and after a pass that casts buffers."""
     torch.manual_seed(0)
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     model = wrap(WithBuffer(), mixed_precision=BF16)
     exporter = Fsdp1Exporter(model)
     found: list[list[str]] = []
     for _ in range(2):
-        sent = export(exporter, group)
+        sent = export(exporter, group, EVERYBODY)
         got = {
             spec.name: torch.frombuffer(bytearray(sent[spec.name]), dtype=spec.torch_dtype).view(spec.shape)
             for spec in exporter.specs()

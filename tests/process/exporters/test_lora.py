@@ -13,6 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.lora_adapter import AdapterExporter
 from weightcast.exporters.module import ModuleExporter
+from weightcast.protocols import BucketUse
 
 # PEFT uses deprecated parts of transformers.
 pytestmark = [
@@ -31,11 +32,11 @@ def sharded() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     group = TrainerGroup.connect(CPU, timeout_s=30)
-    group.receivers = (0, 1)
+    use = BucketUse(receivers=(0, 1))
     for _ in range(2):
-        got = tensors_of(ModuleExporter(model), group, bucket_bytes=5000)
+        got = tensors_of(ModuleExporter(model), group, use=use, bucket_bytes=5000)
         check(got, want, plain)
-    adapters = tensors_of(AdapterExporter(model), group)
+    adapters = tensors_of(AdapterExporter(model), group, use=use)
     assert {name.split(".")[-2] for name in adapters} == {"lora_A", "lora_B"}
     group.close()
 

@@ -7,14 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.helpers.exports import CPU, export, raw
+from tests.helpers.exports import CPU, bucketize, export, raw
 from tests.helpers.ranks import Ranks, allocate_slots
 from tests.unit.exporters.test_multi_module import MIB, parts_of
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.memory_estimate import COMPUTED_BYTES, bucket_bytes_for
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
+from weightcast.protocols import BucketUse
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -29,12 +29,11 @@ def composed_shards() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
     group = TrainerGroup.connect(CPU, timeout_s=30)
-    group.receivers = (0, 1)
     vision_part = Part(exporter=ModuleExporter(vision), prefix="visual.")
     composed = ComposedExporter({"vision": vision_part, "policy": ModuleExporter(policy)})
     composed.prepare(group)
     for _ in range(2):
-        assert export(composed, group, bucket_bytes=3000) == want
+        assert export(composed, group, BucketUse(receivers=(0, 1)), bucket_bytes=3000) == want
     group.close()
 
 
@@ -78,7 +77,6 @@ def measure(kind: str, ceiling_bytes: int) -> int:
     quantise = Fp8Blocks() if kind == "fp8" else None
     exporter = ModuleExporter(model, wire_dtype=torch.bfloat16 if kind == "cast" else None, quantise=quantise)
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     specs = exporter.specs()
     computing = exporter.computing_bytes()
     assert computing == (COMPUTED_BYTES if kind == "fp8" else 0)
@@ -91,7 +89,7 @@ def measure(kind: str, ceiling_bytes: int) -> int:
             slots = allocate_slots(CPU, bucket_bytes)
             for slot in slots:
                 slot.fill_(0)
-            for _ in bucketize(exporter, layouts, group, slots):
+            for _ in bucketize(exporter, layouts, group, slots, use=BucketUse(receivers=(0, 1))):
                 pass
         del slots
     group.close()

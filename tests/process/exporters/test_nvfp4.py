@@ -14,15 +14,15 @@ from tests.unit.exporters.test_nvfp4 import expected
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Nvfp4
+from weightcast.protocols import BucketUse
 
 
 def export_model(want: dict[str, bytes], *, experts_by: int) -> list[str]:
     """Names that a sharded export has otherwise than the reference: FSDP2, and experts over another dimension."""
     mesh = init_device_mesh("cpu", (4,))
     group = TrainerGroup.connect(CPU, timeout_s=30)
-    group.receivers = (0, 2)
     model = sharded_experts(mesh, experts_by)
-    got = export(ModuleExporter(model, quantise=Nvfp4()), group, bucket_bytes=20_000)
+    got = export(ModuleExporter(model, quantise=Nvfp4()), group, BucketUse(receivers=(0, 2)), bucket_bytes=20_000)
     group.close()
     return sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != want[n]] if got else []
 

@@ -24,6 +24,7 @@ from tests.unit.exporters.test_quantise import FORMATS, in_format
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+from weightcast.protocols import BucketUse
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
@@ -40,7 +41,7 @@ def export_case(case: dict) -> list[str]:
     if not _groups:
         _groups.append(TrainerGroup.connect(CPU, timeout_s=AMPLE_S))
     group = _groups[0]
-    group.receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
+    receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
     torch.manual_seed(case["seed"])
     model = nn.Module()
     want: dict[str, bytes] = {}
@@ -56,8 +57,8 @@ def export_case(case: dict) -> list[str]:
     for launches in (nullcontext(), launches_on_cpu()):
         with launches:
             for _ in range(2):
-                got = export(exporter, group, bucket_bytes=case["bucket_bytes"])
-                assert set(got) == (set(want) if group.rank in group.receivers else set())
+                got = export(exporter, group, BucketUse(receivers=receivers), bucket_bytes=case["bucket_bytes"])
+                assert set(got) == (set(want) if group.rank in receivers else set())
                 wrong += [name for name in got if got[name] != want[name]]
     return wrong
 
@@ -107,12 +108,11 @@ def export_model(form: Fp8Format, folder: str, *, experts_by: int) -> list[str]:
     """Names that a sharded export has otherwise than the reference: FSDP2, and experts over another dimension."""
     mesh = init_device_mesh("cpu", (4,))
     group = TrainerGroup.connect(CPU, timeout_s=30)
-    group.receivers = (0, 2)
     model = sharded_experts(mesh, experts_by)
     want: dict[str, bytes] = {}
     for name, tensor in load_file(f"{folder}/model.safetensors").items():
         want |= in_format(form, name, tensor) if "_proj" in name else {name: raw(tensor)}
-    got = export(ModuleExporter(model, quantise=form), group, bucket_bytes=20_000)
+    got = export(ModuleExporter(model, quantise=form), group, BucketUse(receivers=(0, 2)), bucket_bytes=20_000)
     group.close()
     return sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != want[n]] if got else []
 

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.helpers.exports import CPU, export
+from tests.helpers.exports import CPU, bucketize, export
 from tests.helpers.ranks import Ranks, allocate_slots, trainer_jobs
 from tests.helpers.tiny_module import Tiny, expected, reference_logprobs
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError, TrainerRankFailed
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
+from weightcast.protocols import BucketUse
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -52,19 +52,18 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return _meshes[shape]
 
 
-def group_of(receivers: tuple[int, ...]) -> TrainerGroup:
+def connected() -> TrainerGroup:
     """One group for a whole job, unless it failed before."""
     if () not in _groups or _groups[()]._failure is not None:
         _groups[()] = TrainerGroup.connect(CPU, timeout_s=60)
-    _groups[()].receivers = receivers
     return _groups[()]
 
 
 def check_export(model: nn.Module, want: dict[str, bytes], receivers, wire_dtype, bucket_bytes, packing=None) -> None:
     exporter = ModuleExporter(model, wire_dtype=wire_dtype)
-    group = group_of(receivers)
+    group, use = connected(), BucketUse(receivers=receivers)
     for _ in range(2):  # the second time uses the cached plan
-        got = export(exporter, group, bucket_bytes=bucket_bytes, packing=packing)
+        got = export(exporter, group, use, bucket_bytes=bucket_bytes, packing=packing)
         if group.rank not in receivers:
             assert got == {}
             continue
@@ -152,7 +151,7 @@ def train_a_step() -> None:
         model.eval()
         model(tokens).square().sum().backward()
         optimizer.step()
-    got = export(ModuleExporter(sharded), group_of((0, 1)))
+    got = export(ModuleExporter(sharded), connected(), BucketUse(receivers=(0, 1)))
     assert got["embed.weight"] != before["embed.weight"]
     for name, data in got.items():
         if name == "mask":
@@ -246,7 +245,7 @@ def change_dtype() -> str:
     model = nn.Linear(8, 8, bias=False)
     fully_shard(model, mesh=mesh_of((2,)))
     exporter = ModuleExporter(model)
-    group = group_of((0,))
+    group = connected()
     export(exporter, group)
     if dist.get_rank() == 1:
         model.weight = nn.Parameter(
@@ -287,7 +286,7 @@ def refuse(what: str) -> str:
         )
     try:
         exporter = ModuleExporter(model)
-        exporter.prepare(group_of((0,)))
+        exporter.prepare(connected())
     except ConfigError as error:
         return str(error)
     return "accepted"
@@ -356,7 +355,7 @@ def measure(how: str, wire_dtype) -> tuple[int, int]:
         placed = DTensor.from_local(local, mesh, [placement], run_check=False)
         model.register_parameter(f"t{number}", nn.Parameter(placed, requires_grad=False))
         num_bytes += rows * 2048 * (4 if wire_dtype is None else 2)
-    group = group_of((0,))
+    group = connected()
     exporter = ModuleExporter(model, wire_dtype=wire_dtype)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
     assert len(layouts) == num_bytes // bucket_bytes

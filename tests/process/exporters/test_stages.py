@@ -20,6 +20,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, error_words
 from weightcast.exporters.stages import StagesExporter
+from weightcast.protocols import BucketUse
 
 MODEL = "Qwen3MoeForCausalLM"
 
@@ -49,7 +50,6 @@ def staged(folder: str, kinds: list[str]) -> dict[str, list[str]]:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 3)
     found: dict[str, list[str]] = {}
     for kind in kinds:
         model = library.make(MODEL)
@@ -69,7 +69,7 @@ def staged(folder: str, kinds: list[str]) -> dict[str, list[str]]:
                 setattr(other.model, name, nn.Identity())
             other.lm_head = nn.Identity()
             stages = [stage, other]
-        got = export(StagesExporter(stages, whole=whole), group)
+        got = export(StagesExporter(stages, whole=whole), group, BucketUse(receivers=(0, 3)))
         found[kind] = sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != raw(want[n])]
     group.close()
     return found if got else {}
@@ -115,10 +115,9 @@ class Experts(nn.Module):
 def experts_apart() -> dict[str, bytes]:
     rank = dist.get_rank()
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     with torch.device("meta"):
         whole = Experts(range(8))
-    got = export(StagesExporter(Experts([rank, rank + 4]), whole=whole), group)
+    got = export(StagesExporter(Experts([rank, rank + 4]), whole=whole), group, BucketUse(receivers=(0, 1)))
     group.close()
     return got
 
@@ -141,7 +140,6 @@ def tied(wrong_rank: int) -> object:
     """On the head, the digests by the ranks' own sums, and the mismatches; None elsewhere."""
     rank = dist.get_rank()
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0,)
     with torch.device("meta"):
         whole = Tied()
     stage = Tied()

@@ -16,6 +16,7 @@ from tests.helpers.exports import CPU, export, raw
 from tests.helpers.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.module import ModuleExporter
+from weightcast.protocols import BucketUse
 
 CLASSES = ["Qwen3MoeForCausalLM", "LlavaForConditionalGeneration"]
 KINDS = ["ddp", "compile", "fsdp2", "fsdp2+compile", "fsdp2+offload", "fsdp2+checkpointing", "fsdp2+peft", "peft+ddp"]
@@ -57,11 +58,10 @@ def wrapped(class_name: str, folder: str, kinds: list[str]) -> dict[str, list[st
     """Names of the tensors that an export has otherwise than the checkpoint, for each kind."""
     want = load_file(f"{folder}/model.safetensors")
     group = TrainerGroup.connect(CPU, timeout_s=60)
-    group.receivers = (0, 1)
     found: dict[str, list[str]] = {}
     for kind in kinds:
         model = library.make(class_name)
-        got = export(ModuleExporter(wrap(model, kind)), group)
+        got = export(ModuleExporter(wrap(model, kind)), group, BucketUse(receivers=(0, 1)))
         found[kind] = sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != raw(want[n])]
     group.close()
     return found

@@ -13,7 +13,7 @@ from weightcast.comm.ipc import host_id
 from weightcast.comm.trainer_failure import FailureState, name_ranks
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.trainer_tensors import NcclTensors, _NcclCall
-from weightcast.errors import ConfigError, TrainerRankFailed
+from weightcast.errors import TrainerRankFailed
 
 pytestmark = pytest.mark.deadlines
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def test_alone_it_needs_no_process_group():
     group = TrainerGroup.connect(CPU, timeout_s=5)
-    assert (group.rank, group.world_size, group.is_head, group.receivers) == (0, 1, True, (0,))
+    assert (group.rank, group.world_size, group.is_head) == (0, 1, True)
     assert group.broadcast_bytes(b"x") == b"x"
     assert group.gather_bytes(b"y") == [b"y"]
     assert group.hosts == (host_id(),)
@@ -33,13 +33,6 @@ def test_alone_it_needs_no_process_group():
     group.move([], [], what="nothing")
     group.close()
     group.close()
-
-
-@pytest.mark.parametrize("ranks", [(), (1,), (-1,)])
-def test_receivers_must_be_ranks(ranks):
-    group = TrainerGroup.connect(CPU, timeout_s=5)
-    with pytest.raises(ConfigError):
-        group.receivers = ranks
 
 
 def test_ranks_are_named_with_their_hosts_where_there_are_several():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers.exports import ALONE, CPU
+from tests.helpers.exports import ALONE, CPU, bucketize
 from tests.helpers.ranks import allocate_slots
 from tests.helpers.source_sums import summed
 from weightcast.digest import on_cpu
@@ -18,13 +18,12 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
 from weightcast.digest.transfers import transfers_on
 from weightcast.exporters import own_parts, sum_messages
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.exporters.state_dict import StateDictExporter
-from weightcast.protocols import Scattering
+from weightcast.protocols import TO_HEAD
 from weightcast.wire.layout import Packing, plan_buckets
 
 
@@ -73,7 +72,7 @@ def test_a_state_dict_is_summed_where_it_lies():
     sums, gathered, mismatches, _ = summed(exporter, ALONE, bucket_bytes=64)
     assert sums == gathered == {name: tensor_digest(tensor) for name, tensor in weights.items()}
     assert mismatches == []
-    assert isinstance(exporter, Scattering), "engines may read its shards without a gather"
+    assert exporter.scatters, "engines may read its shards without a gather"
 
 
 def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen():
@@ -106,13 +105,13 @@ def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen():
 def test_what_nobody_sums_at_its_source_is_named():
     weights = {"x": torch.ones(3), "y": torch.ones(2, 2)}
     bridge = BridgeExporter(lambda: weights.items())
-    assert list(sum_messages.unsummed(bridge, bridge.specs())) == ["x", "y"]
+    assert list(bridge.unsummed()) == ["x", "y"]
     composed = ComposedExporter({"policy": nn_exporter(), "rest": Part(exporter=bridge, prefix="rest.")})
-    assert list(sum_messages.unsummed(composed, composed.specs())) == ["rest.x", "rest.y"]
+    assert list(composed.unsummed()) == ["rest.x", "rest.y"]
     layouts = plan_buckets(composed.specs(), bucket_bytes=4096, packing=Packing())
     sources = SourceSums()
     list(bucketize(composed, layouts, ALONE, allocate_slots(CPU, 4096), sources))
-    folded, _ = sum_messages.decode(composed, layouts, ALONE, [sum_messages.encode(sources.values(), ())])
+    folded, _ = sum_messages.decode(composed.plan(layouts, ALONE, TO_HEAD), [sum_messages.encode(sources.values(), ())])
     known = {slot.spec.name: bool(k) for slot, k in zip(layouts[0].slots, folded[0].known, strict=True)}
     assert known == {"weight": True, "bias": True, "rest.x": False, "rest.y": False}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.exports import ALONE, CPU, raw
+from tests.helpers.exports import ALONE, CPU, bucketize, plan, raw
 from tests.helpers.models import FusedModel, ScalingModel, Weights, buckets_of, differing, specs_of, state, weights_of
 from tests.helpers.ranks import allocate_slots
 from weightcast.digest.bucket_sums import PlanSums
@@ -14,9 +14,9 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.source_sums import SourceSums
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.receiver.loader import Loader
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
 OLD, NEW = weights_of(1), weights_of(2)
@@ -89,12 +89,13 @@ def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
     model.weight.data = memory.view(-1)[:16].view(4, 4)
     exporter = ModuleExporter(model)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=64, packing=Packing())
-    slots = allocate_slots(CPU, 64)
+    (planned,) = plan(exporter, layouts)
+    (data,) = allocate_slots(CPU, 64)[:1]
     for wider in (False, False, True):
         if wider:
             model.weight.data = memory[:, :4]  # the address stays
-        (bucket,) = bucketize(exporter, layouts, ALONE, slots)
-        parts = {slot.spec.name: view.clone() for slot, view in bucket.views()}
+        planned.fill(data)
+        parts = {slot.spec.name: view.clone() for slot, view in Bucket(planned.layout, data).views()}
         assert torch.equal(parts["weight"], model.weight)
     first, again, other = works
     assert first == again

@@ -9,14 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.helpers.exports import bucketize, plan
 from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import safetensors_file
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
 CPU = torch.device("cpu")
@@ -137,7 +136,7 @@ def test_tensors_are_read_one_by_one_in_the_dtype_of_the_file(single):
 def test_a_rank_without_a_bucket_reads_nothing(single):
     with CheckpointExporter(single) as exporter:
         [layout] = plan_buckets(exporter.specs(), bucket_bytes=1 << 20, packing=Packing())
-        exporter.fill(None, layout, ALONE)
+        plan(exporter, [layout])[0].fill(None)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -301,7 +300,7 @@ def test_a_file_that_shrinks_later_is_an_error(single):
         [layout] = plan_buckets(exporter.specs(), bucket_bytes=1 << 20, packing=Packing())
         os.truncate(single / "model.safetensors", 500)
         with pytest.raises(WeightcastError, match="shorter"):
-            exporter.fill(Bucket(layout, torch.zeros(1 << 20, dtype=torch.uint8)), layout, ALONE)
+            plan(exporter, [layout])[0].fill(torch.zeros(1 << 20, dtype=torch.uint8))
 
 
 def test_another_checkpoints_layout_is_refused(single, tmp_path_factory):
@@ -310,7 +309,7 @@ def test_another_checkpoints_layout_is_refused(single, tmp_path_factory):
     with CheckpointExporter(single) as exporter, CheckpointExporter(other) as stranger:
         [layout] = plan_buckets(stranger.specs(), bucket_bytes=1 << 20, packing=Packing())
         with pytest.raises(ConfigError, match=r"carries a \[3\], and .* (has it as|does not have it)"):
-            exporter.fill(Bucket(layout, torch.zeros(1 << 20, dtype=torch.uint8)), layout, ALONE)
+            plan(exporter, [layout])
 
 
 def test_a_checkpoint_wire_dtype_that_needs_scales_is_refused(single):

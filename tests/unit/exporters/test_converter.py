@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.helpers.exports import ALONE, export, raw
+from tests.helpers.exports import ALONE, bucketize, export, plan, raw
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.multi_module import ComposedExporter
 from weightcast.wire.bucket import Bucket
@@ -114,7 +113,7 @@ def test_a_slice_comes_only_from_the_tensor_that_was_read_last():
         slot = TensorSlot(spec=spec, offset_bytes=0, first_row=first_row, num_rows=2)
         layout = BucketLayout(index=0, slots=(slot,), size_bytes=slot.size_bytes)
         bucket = Bucket(layout, torch.zeros(slot.size_bytes, dtype=torch.uint8))
-        exporter.fill(bucket, layout, ALONE)
+        plan(exporter, [layout])[0].fill(bucket.data)
         return bucket
 
     for spec in (first, second):
@@ -132,7 +131,7 @@ def test_a_bridge_is_a_part_like_any_other():
     bridge = FakeBridge(3)
     composed = ComposedExporter({"policy": BridgeExporter(bridge.export_weights)})
     assert export(composed) == {name: raw(tensor) for name, tensor in bridge.export_weights()}
-    assert not hasattr(composed, "logprobs")
+    assert not composed.scores
 
 
 def test_a_bridge_that_yields_other_tensors_than_before_is_an_error():

@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.exports import ALONE, CPU, export, raw
+from tests.helpers.exports import ALONE, CPU, bucketize, export, plan, raw
 from tests.helpers.ranks import allocate_slots
 from tests.helpers.tiny_module import Tiny, expected, reference_logprobs
-from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.module_tensors import PlacedTensors
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
 # torch.compile imports deprecated parts of torch.
@@ -144,11 +141,7 @@ def test_another_models_layout_is_refused():
     layouts = plan_buckets(ModuleExporter(Tiny()).specs(), bucket_bytes=1 << 20, packing=Packing())
     other = ModuleExporter(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="and the exporter"):
-        other.fill(
-            Bucket(layouts[0], torch.empty(1 << 20, dtype=torch.uint8)),
-            layouts[0],
-            TrainerGroup.connect(CPU, timeout_s=5),
-        )
+        plan(other, layouts)
 
 
 def test_a_structure_that_changes_is_noticed():
@@ -156,9 +149,8 @@ def test_a_structure_that_changes_is_noticed():
     exporter = ModuleExporter(model)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=1 << 20, packing=Packing())
     model.embed.weight = nn.Parameter(torch.randn(14, 6))
-    group = TrainerGroup.connect(CPU, timeout_s=5)
     with pytest.raises(ConfigError, match="has shape"):
-        exporter.fill(Bucket(layouts[0], torch.empty(1 << 20, dtype=torch.uint8)), layouts[0], group)
+        plan(exporter, layouts)[0].fill(torch.empty(1 << 20, dtype=torch.uint8))
 
 
 def test_buffers_too_small_for_the_buckets_are_refused():

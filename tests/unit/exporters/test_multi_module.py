@@ -12,6 +12,7 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.memory_estimate import bucket_bytes_for, peak_bytes
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
+from weightcast.protocols import TO_HEAD
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 
 
@@ -37,7 +38,7 @@ def test_a_policy_a_vision_tower_and_a_draft_are_one_stream(tmp_path):
     want |= {name: raw(tensor) for name, tensor in policy.named_parameters()}
     want |= {f"draft.{name}": raw(tensor) for name, tensor in draft.named_parameters()}
     assert got == want
-    assert not hasattr(composed, "logprobs") or composed.logprobs == composed.parts["vision"].exporter.logprobs
+    assert composed.scores == composed.parts["vision"].exporter.scores
 
 
 def test_device_and_logprobs_are_those_of_the_first_part():
@@ -55,7 +56,7 @@ def test_incompatible_parts_are_refused():
     composed = ComposedExporter({"policy": ModuleExporter(policy)})
     [layout] = plan_buckets(ModuleExporter(vision).specs(), bucket_bytes=1 << 20, packing=Packing())
     with pytest.raises(ConfigError, match="which no part has"):
-        composed.fill(None, layout, ALONE)
+        composed.plan([layout], ALONE, TO_HEAD)
 
 
 # -- ceiling

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from tests.helpers import families
-from tests.helpers.exports import ALONE, CPU, export, raw
+from tests.helpers.exports import ALONE, CPU, contents, export, plan, raw
 from tests.helpers.launches_on_cpu import launches_on_cpu
 from tests.helpers.ranks import allocate_slots
 from tests.helpers.sharded_experts import SIZES
 from weightcast.errors import ConfigError
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
-from weightcast.protocols import BucketUse
 from weightcast.wire.layout import Packing, plan_buckets
 
 
@@ -265,8 +265,9 @@ def test_launches_are_made_at_the_start_and_kept_for_weights_that_stay_where_the
     exporter = ModuleExporter(model, quantise=form)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=30_000, packing=Packing())
     with launches_on_cpu() as made:
-        exporter.prepare(ALONE)
-        exporter.plan(layouts, ALONE, BucketUse(buffers=allocate_slots(CPU, 30_000)))
+        planned, slots = plan(exporter, layouts), allocate_slots(CPU, 30_000)
+        for number, bucket in enumerate(planned):
+            bucket.prepare(slots[number % len(slots)])
         assert made, "before any update"
     for number, moves in enumerate((False, False, True, False)):
         with torch.no_grad():
@@ -276,6 +277,6 @@ def test_launches_are_made_at_the_start_and_kept_for_weights_that_stay_where_the
                 else:
                     weight.copy_(value)
         with launches_on_cpu() as made:
-            got = export(exporter, ALONE, bucket_bytes=30_000)
+            got = contents(bucketize(planned, slots))
             assert bool(made) == moves
         assert got == exported(model, form)

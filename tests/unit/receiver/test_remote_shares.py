@@ -16,6 +16,7 @@ from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
+from weightcast.protocols import BucketUse
 from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.update.packs import Packs
@@ -28,6 +29,7 @@ from weightcast.wire.plans import hash_of
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())]
 CPU = torch.device("cpu")
 BUFFER_BYTES = 1 << 17
+SCATTERED = BucketUse(scattered=True)
 LONG_S = 120.0
 
 
@@ -72,10 +74,9 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                 for trainer, arena, packs in zip(trainers, arenas, packers, strict=False):
                     slot = arena.slot(layout.index % 2)
                     slot.random_(0, 256)
-                    trainer.gatherer.fill_own(
-                        Bucket(layout, slot[: layout.size_bytes]), layout, trainer.group, SourceSums()
-                    )
-                    served = trainer.gatherer.serves(layout, trainer.group)
+                    planned = trainer.gatherer.plan(layout, trainer.group, SCATTERED)
+                    planned.fill(slot[: layout.size_bytes], SourceSums())
+                    served = planned.serves
                     parts = tuple(BucketPart(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
                     plan = packs.plan(layout, served)
                     first = -(-layout.size_bytes // 16) * 16

@@ -2,10 +2,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.helpers.exports import bucketize
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.sent import CastSums, SentDigests, casts_of
 from weightcast.digest.source_sums import SourceSums
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.runtime import peak_memory
 from weightcast.runtime.free_memory import Scratch

@@ -224,7 +224,7 @@ def test_a_folder_has_no_shards_to_send_and_the_hint_is_for_push_too(tmp_path: P
         CheckpointExporter(tmp_path) as folder,
         pytest.raises(ConfigError, match="CheckpointExporter cannot") as caught,
     ):
-        check_scattered(Mock(), (), UpdateConfig(), folder)
+        check_scattered(Mock(), (), folder)
     assert caught.value.hint.endswith("--via auto")
 
 

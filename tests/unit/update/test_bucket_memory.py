@@ -10,6 +10,7 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
 from weightcast.exporters.memory_estimate import WORK_BYTES, peak_bytes
 from weightcast.exporters.state_dict import StateDictExporter
+from weightcast.protocols import Exporter
 from weightcast.update.arguments import bytes_of
 from weightcast.update.bucket_memory import choose_bucket_bytes, planned_bytes
 from weightcast.wire.layout import Packing, plan_buckets
@@ -61,7 +62,7 @@ def test_a_limit_that_is_too_low_is_refused_with_the_bytes_that_suffice(exporter
 
 
 def test_an_exporter_of_unknown_memory_is_refused_by_name(exporter):
-    class Opaque:
+    class Opaque(Exporter):
         device = exporter.device
         specs = staticmethod(exporter.specs)
 

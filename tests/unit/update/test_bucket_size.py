@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.roster import members_of
 from tests.unit.update.test_mixed_choice import engine
+from weightcast import protocols
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError, TargetRejected
 from weightcast.exporters.memory_estimate import WORK_BYTES, default_bucket_bytes, peak_bytes
@@ -105,11 +106,14 @@ def plan_of(infos: Any, places: list[str], specs: Any, **options: Any) -> Member
     return members_of(infos, places, specs=specs, exporter=Exporter(device), **options)
 
 
-class Exporter:
+class Exporter(protocols.Exporter):
     """An exporter that only knows the memory that it takes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def specs(self) -> Any:
+        return ()
 
     def computing_bytes(self) -> int:
         return 0

@@ -21,6 +21,7 @@ from weightcast.errors import Refused, WireError
 from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import InMemory
 from weightcast.exporters.ownership import SharedParts
+from weightcast.protocols import BucketUse
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.receiver.scattered_plan import ScatteredPlan
@@ -214,7 +215,7 @@ def exchange_and_compare(case: dict) -> None:
     reads = [host if host in hosts else "" for host in case.get("reads", [""] * 4)[: len(loaders)]]
     for trainer in trainers:
         trainer.group.hosts = tuple(hosts)  # type: ignore[misc]
-        trainer.group.leg_hosts = (*sorted(set(reads) - {""}), "")
+    use = BucketUse(scattered=True, leg_hosts=(*sorted(set(reads) - {""}), ""))
     ends = [
         Exchange(rank=n, num_trainers=len(trainers), device=CPU, timeout_s=1.0, host=hosts[n])
         for n in range(len(trainers))
@@ -234,12 +235,13 @@ def exchange_and_compare(case: dict) -> None:
             end.begin()
         for layout in layouts:
             post.messages.clear()
-            parts: dict[str, list[tuple[BucketPart, ...]]] = {host: [] for host in trainers[0].group.leg_hosts}
+            parts: dict[str, list[tuple[BucketPart, ...]]] = {host: [] for host in use.leg_hosts}
             filled = []
             for trainer, end, buffers in zip(trainers, ends, slots, strict=True):
                 bucket = Bucket(layout, buffers[layout.index % 2].random_(0, 256))
-                trainer.gatherer.fill_own(bucket, layout, trainer.group, SourceSums())
-                served = trainer.gatherer.serves_to(layout, trainer.group)
+                planned = trainer.gatherer.plan(layout, trainer.group, use)
+                planned.fill(bucket.data, SourceSums())
+                served = planned.serves_to
                 for host, own in served.items():
                     parts[host].append(
                         tuple(BucketPart(slot=slot, offset=box.offset, shape=box.shape) for slot, box in own)

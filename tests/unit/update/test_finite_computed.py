@@ -13,20 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.exports import ALONE, CPU
+from tests.helpers.exports import ALONE, CPU, bucketize
 from tests.helpers.launches_on_cpu import launches_on_cpu
 from tests.helpers.ranks import allocate_slots
 from weightcast.digest import on_cpu
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import NotFinite
-from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.lora_adapter import AdapterExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8, Nvfp4
 from weightcast.exporters.state_dict import StateDictExporter
-from weightcast.protocols import Exporter, Scattering
+from weightcast.protocols import BucketUse, Exporter
 from weightcast.update.finite import FiniteCheck
 from weightcast.wire.layout import BucketLayout, Packing, plan_buckets
 
@@ -153,7 +152,7 @@ def refused(exporter: Exporter, layouts: Sequence[BucketLayout], *, sums: bool, 
     """Names of the tensors that the check refuses in one update, as the head sees buckets."""
     slots, names = allocate_slots(CPU, BUCKET_BYTES), []
     sources = SourceSums() if sums else None
-    for bucket in bucketize(exporter, layouts, ALONE, slots, sources=sources, scattered=scattered):
+    for bucket in bucketize(exporter, layouts, ALONE, slots, sources, BucketUse(scattered=scattered)):
         assert bucket is not None
         try:
             FiniteCheck().check(bucket)
@@ -210,7 +209,7 @@ def test_no_kind_of_tensor_hides_a_value_that_is_not_finite(kind, dtype):
 @pytest.mark.parametrize("kind", ["plain", "cast", "merged"])
 def test_nor_does_a_bucket_that_engines_read_where_it_lies(kind):
     case = KINDS[kind](torch.bfloat16)
-    assert isinstance(case.exporter, Scattering)
+    assert case.exporter.scatters
     case.exporter.prepare(ALONE)
     check(case, scattered=True)
 

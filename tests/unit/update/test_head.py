@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.helpers.roster import SPECS, Roster, info
+from tests.helpers.roster import SPECS, Bare, Roster, info
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import TorchMemory, memory_of_ranks
@@ -46,7 +46,7 @@ URL = "http://e"
 
 
 def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
-    exporter: Any = SimpleNamespace(device=torch.device("cpu"))
+    exporter = Bare(torch.device("cpu"))
     planner = Planner(config=UpdateConfig(**options), exporter=exporter, specs=SPECS, places=("cpu",))
     roster: Any = Roster(infos)
     head = Head([Target(url) for url in infos], roster, planner)

@@ -40,7 +40,7 @@ def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(bu
     )
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {
-        "exporter": SimpleNamespace(device=torch.device("cpu")),
+        "exporter": SimpleNamespace(device=torch.device("cpu"), plan=lambda *_: []),
         "choice": UpdatePlan(targets=(TargetPlan(carriers=("group",), gathers=False),)),
         "group": group,
         "head": head,

@@ -18,8 +18,8 @@ from weightcast.digest.definition import model_digest
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.engine import CheckpointName, EngineUnderTest
 from weightcast.lab.conformance.result import NotApplicable
+from weightcast.protocols import TO_HEAD
 from weightcast.wire.answers import Ack
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.layout import plan_buckets
@@ -50,11 +50,10 @@ class RawSession:
             raise NotApplicable("it needs an engine whose ranks map one buffer of this host")
         self._engine = engine
         self._exporter = CheckpointExporter(engine.folders[name], device=device)
-        self._layouts = plan_buckets(
-            self._exporter.specs(), bucket_bytes=engine.bucket_bytes, packing=NativeAdapter.packing
-        )
-        self._group = TrainerGroup(device=device, timeout_s=engine.settings.timeout_s)
-        self._buffer = SharedBuffer(max(layout.size_bytes for layout in self._layouts), device)
+        layouts = plan_buckets(self._exporter.specs(), bucket_bytes=engine.bucket_bytes, packing=NativeAdapter.packing)
+        group = TrainerGroup(device=device, timeout_s=engine.settings.timeout_s)
+        self._buckets = self._exporter.plan(layouts, group, TO_HEAD)
+        self._buffer = SharedBuffer(max(layout.size_bytes for layout in layouts), device)
         self._lease: Lease | None = None
         message = Open(
             session=secrets.token_hex(16),
@@ -87,7 +86,7 @@ class RawSession:
     @property
     def num_buckets(self) -> int:
         """Number of buckets of the checkpoint."""
-        return len(self._layouts)
+        return len(self._buckets)
 
     def open(self) -> Ack:
         """Opens the session and keeps its lease."""
@@ -102,9 +101,9 @@ class RawSession:
 
     def announcement(self, index: int) -> Announce:
         """Fills the buffer with a bucket and returns the message about it."""
-        layout = self._layouts[index]
-        self._exporter.fill(Bucket(layout, self._buffer.data), layout, self._group)
-        return Announce(session=self.session, layout=layout, source=IpcSource(handles=(self._buffer.handle(),)))
+        bucket = self._buckets[index]
+        bucket.fill(self._buffer.data)
+        return Announce(session=self.session, layout=bucket.layout, source=IpcSource(handles=(self._buffer.handle(),)))
 
     def transfer(self, *, buckets: int | None = None) -> None:
         """Sends the first buckets, or all."""

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -31,11 +31,10 @@ from weightcast.config import Target
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.lab.connect import connect
+from weightcast.protocols import BucketUse, Lying, PlannedBucket
 from weightcast.report import UpdateReport
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
 Fate = Literal["whole", "dies", "lies"]
@@ -222,18 +221,8 @@ def _rows(job: UpdateJob, mesh: DeviceMesh, device: torch.device) -> dict[str, D
 class _Dying(StateDictExporter):
     """Its process is killed in the middle of an update: at its second bucket, or while engines read its memory."""
 
-    _filled = 0
-
-    def fill_own(
-        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        super().fill_own(bucket, layout, group, sources)
-        self._filled += 1
-        if self._filled > 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        return [_DyingBucket(bucket, group, number) for number, bucket in enumerate(super().plan(layouts, group, use))]
 
 
 class _BitFlipExporter(StateDictExporter):
@@ -247,11 +236,54 @@ class _BitFlipExporter(StateDictExporter):
         super().prepare(group)
         self._handed.prepare(group)
 
-    def fill_own(
-        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> None:
-        super().fill_own(bucket, layout, group, sources)
-        self._handed.fill_own(bucket, layout, group)
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, use: BucketUse) -> Sequence[PlannedBucket]:
+        pairs = zip(super().plan(layouts, group, use), self._handed.plan(layouts, group, use), strict=True)
+        return [_LyingBucket(summed, group, handed) for summed, handed in pairs]
 
-    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
-        return self._handed.own_memory(layout, group)
+
+class _Wrapped(PlannedBucket):
+    """Another bucket, to which something happens."""
+
+    def __init__(self, inner: PlannedBucket, group: TrainerGroup) -> None:
+        super().__init__(inner.layout, group)
+        self.counts, self.serves, self.serves_to = inner.counts, inner.serves, inner.serves_to
+        self.fold = inner.fold
+        self._inner = inner
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        return self._inner.fill(data, sources)
+
+    def own_memory(self) -> Lying:
+        return self._inner.own_memory()
+
+    def sum_own(self, sources: SourceSums) -> None:
+        self._inner.sum_own(sources)
+
+
+class _DyingBucket(_Wrapped):
+    def __init__(self, inner: PlannedBucket, group: TrainerGroup, number: int) -> None:
+        super().__init__(inner, group)
+        self._number = number
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        sums = super().fill(data, sources)
+        if self._number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sums
+
+    def sum_own(self, sources: SourceSums) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _LyingBucket(_Wrapped):
+    def __init__(self, inner: PlannedBucket, group: TrainerGroup, handed: PlannedBucket) -> None:
+        super().__init__(inner, group)
+        self._handed = handed
+
+    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+        sums = super().fill(data, sources)
+        self._handed.fill(data)
+        return sums
+
+    def own_memory(self) -> Lying:
+        return self._handed.own_memory()
