@@ -33,32 +33,32 @@ class StockAdapter(Adapter):
     """Adapter of an engine that cannot stage: buckets go straight into live weights while it is paused.
 
     Attributes:
-        _delivery: Delivery of the updates to come, for a subclass whose ``check`` sets it.
-        _version: Version of this session.
-        _paused_at: Time at which this session paused the engine, of ``time.monotonic``; 0 if it has not.
-        _mixed: True if the live weights may be parts of two versions.
+        delivery: Delivery of the updates to come, for a subclass whose ``check`` sets it.
+        version: Version of this session.
+        paused_at: Time at which this session paused the engine, of ``time.monotonic``; 0 if it has not.
+        mixed: True if the live weights may be parts of two versions.
     """
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
-        self._delivery: Delivery = "group"
-        self._version = 0
-        self._paused_at = 0.0
-        self._mixed = info.paused  # whoever paused the engine before us may have been in the middle of an update
+        self.delivery: Delivery = "group"
+        self.version = 0
+        self.paused_at = 0.0
+        self.mixed = info.paused  # whoever paused the engine before us may have been in the middle of an update
 
-    def _updating(self, **facts: Any) -> Ack:
+    def updating(self, **facts: Any) -> Ack:
         """The answer to a step before the commit, with ``facts`` that this engine tells."""
         return Ack(ok=True, state="updating", ranks=self.info.tp_size, **facts)
 
-    def _committed(self, **facts: Any) -> Ack:
+    def committed(self, **facts: Any) -> Ack:
         """The answer to a commit, likewise."""
-        self._mixed = False
-        stall_s = time.monotonic() - self._paused_at if self._paused_at else 0.0
-        return Ack(ok=True, version=self._version, ranks=self.info.tp_size, stall_s=stall_s, **facts)
+        self.mixed = False
+        stall_s = time.monotonic() - self.paused_at if self.paused_at else 0.0
+        return Ack(ok=True, version=self.version, ranks=self.info.tp_size, stall_s=stall_s, **facts)
 
-    def _ended(self) -> Ack:
+    def ended(self) -> Ack:
         """The answer to an abort."""
-        return Ack(ok=True, state="quarantined" if self._mixed else "serving", ranks=self.info.tp_size)
+        return Ack(ok=True, state="quarantined" if self.mixed else "serving", ranks=self.info.tp_size)
 
 
 def stock_info(url: str, devices: Sequence[str], **facts: Any) -> EngineInfo:

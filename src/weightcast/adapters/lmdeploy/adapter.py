@@ -43,13 +43,13 @@ class LmdeployAdapter(StockAdapter):
         self._group = ""
         self._got: Delivery | None = None  # how buckets of this session came; None before the first
         self._put_to_sleep = False  # by us; an engine that slept before is left asleep
-        self._mixed = False  # also of an engine that slept before
+        self.mixed = False  # also of an engine that slept before
         self._sleep_refused = False  # the engine may still map our buffers after an aborted update
         self._kept: tuple[str, ...] = ()
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``."""
-        self._delivery = delivery
+        self.delivery = delivery
         # LMDeploy does not tell whether it encodes images, and may serve the language model alone.
         self._kept = (KEPT_TOWER,) if without_tower(specs) else ()
         if delivery == "handles" and any(rank.device == "cuda" for rank in self.info.ranks):
@@ -61,37 +61,37 @@ class LmdeployAdapter(StockAdapter):
 
     def open(self, message: Open) -> Steps:
         """Puts the engine to sleep and wakes its weights."""
-        self._got, self._version = None, message.version
+        self._got, self.version = None, message.version
         self._mapped = None
-        self._paused_at = time.monotonic()
+        self.paused_at = time.monotonic()
         if (yield from _is_asleep()):
             status = (yield from object_at("/update_weights_from_ipc")) or {}
-            if self._delivery == "handles" and status.get("ready") is True:
-                return self._updating()  # empty weights are awake already, and waking them fails
+            if self.delivery == "handles" and status.get("ready") is True:
+                return self.updating()  # empty weights are awake already, and waking them fails
         else:
             self._put_to_sleep = True
             yield _SLEEP
             self._sleep_refused = False
         # LMDeploy ignores this if its weights are awake already.
         yield post("/wakeup?tags=weights")
-        return self._updating()
+        return self.updating()
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; LMDeploy answers when every member has joined."""
         yield from _post("/init_weights_update_group", group_body(invitation.join))
         self._group = invitation.join.group
-        return self._updating()
+        return self.updating()
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Sends a bucket: the engine enters the broadcast, or reads memory that it maps."""
         if group is not None:
             self._got = "group"
-            self._mixed = True
+            self.mixed = True
             if layout.size_bytes:  # an empty bucket is not broadcast, and an engine told of it would wait for ever
                 yield from _post("/update_weights_from_distributed", bucket_body(layout, group) | {"finished": False})
-            return self._updating()
+            return self.updating()
         self._got = "memory"
-        self._mixed = True
+        self.mixed = True
         memories = memory_of_ranks(self.info, [item.ring for item in shared])
         dtype = check_readable(layout, memories[0])
         places = (dtype, *((one.handle, one.offset_bytes, one.size_bytes, one.turn) for one in memories))
@@ -104,14 +104,14 @@ class LmdeployAdapter(StockAdapter):
         self._mapped = None  # until the engine has answered, its mappings are unknown
         yield post("/update_weights", body)
         self._mapped = places
-        return self._updating()
+        return self.updating()
 
     def handles(self, addresses: dict[str, str]) -> Steps:
         """As ``Adapter.handles``."""
         self._got = "handles"
-        self._mixed = True
+        self.mixed = True
         yield from _post("/update_weights_from_ipc", {"zmq_handles": addresses})
-        return self._updating()
+        return self.updating()
 
     def commit(self, message: Commit) -> Steps:
         """Finishes values that modules compute from weights, then wakes the KV cache."""
@@ -128,19 +128,19 @@ class LmdeployAdapter(StockAdapter):
             yield post("/wakeup?tags=kv_cache")
             self._put_to_sleep, words = False, ""
         else:
-            self._paused_at = 0.0
-        return self._committed(message=words, not_updated=self._kept)
+            self.paused_at = 0.0
+        return self.committed(message=words, not_updated=self._kept)
 
     def abort(self, session: str, reason: str) -> Steps:
         """Wakes the engine if no bucket has changed its weights; otherwise it sleeps until a full update."""
         self._mapped = None
-        if self._mixed and self._got == "memory":
+        if self.mixed and self._got == "memory":
             # LMDeploy unmaps our buffers when it falls asleep.  If it refuses, `leave` tries again and reports it.
             self._sleep_refused = not (yield from succeeds(_SLEEP))
-        elif self._put_to_sleep and not self._mixed:
+        elif self._put_to_sleep and not self.mixed:
             yield post("/wakeup")
             self._put_to_sleep = False
-        return self._ended()
+        return self.ended()
 
     def leave(self, group: str | None) -> Steps:
         """Leaves the group, or unmaps buffers that an aborted update has left mapped."""
@@ -148,14 +148,14 @@ class LmdeployAdapter(StockAdapter):
             if self._sleep_refused:
                 yield _SLEEP
                 self._sleep_refused = False
-            return self._updating()
+            return self.updating()
         self._group = ""
         try:
             yield post("/destroy_weights_update_group", {"group_name": group})
         except TargetRejected as error:
             if _NO_GROUP not in str(error):
                 raise
-        return self._updating()
+        return self.updating()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Asks ``/generate``, which scores a prompt if LMDeploy was started with ``--logprobs-mode raw_logprobs``."""

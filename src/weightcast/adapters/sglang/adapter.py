@@ -67,7 +67,7 @@ class SglangAdapter(StockAdapter):
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``: refuses what SGLang would not take, or take without a word and serve wrongly."""
-        self._delivery = delivery
+        self.delivery = delivery
         self._sent = tuple(spec.name for spec in specs)
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
@@ -97,27 +97,27 @@ class SglangAdapter(StockAdapter):
         self._buckets = 0
         self._session_open = False
         self._pause = message.pause
-        self._version = message.version
+        self.version = message.version
         self._wants_checksum = message.verify in ("resident", "behaviour")
         if self._wants_checksum:
             self._checksums = yield from self._ask_checksums()
-        if self._delivery == "folder":
+        if self.delivery == "folder":
             yield from self._wait_for_all_ranks()  # a server without this route fails before any weight changes
         yield from self._pause_and_flush()
-        if self._delivery in _IN_SESSION:
+        if self.delivery in _IN_SESSION:
             yield from self._begin_session()
-        return self._updating(checksum=self._checksums.whole)
+        return self.updating(checksum=self._checksums.whole)
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group; SGLang answers when every member has joined."""
         self._groups.add(invitation.join.group)
         yield _post("/init_weights_update_group", **group_body(invitation.join))
-        return self._updating()
+        return self.updating()
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Sends a bucket from a group or from shared memory, without a flush of the prefix cache."""
         self._buckets += 1
-        self._mixed = True
+        self.mixed = True
         if group is not None:
             yield _post(
                 "/update_weights_from_distributed",
@@ -134,22 +134,22 @@ class SglangAdapter(StockAdapter):
                 flush_cache=False,
                 **self._selector,
             )
-        return self._updating()
+        return self.updating()
 
     def handles(self, addresses: dict[str, str]) -> Steps:
         """As ``Adapter.handles``; SGLang wants no session here."""
         self._buckets += 1
-        self._mixed = True
+        self.mixed = True
         yield _post("/update_weights_from_ipc", zmq_handles=addresses, flush_cache=False)
-        return self._updating()
+        return self.updating()
 
     def load_folder(self, session: str, folder: str) -> Steps:
         """Loads a checkpoint folder.  The server then reports the folder as its model path."""
         self._buckets += 1
-        self._mixed = True
+        self.mixed = True
         yield _post("/update_weights_from_disk", model_path=folder, flush_cache=False)
         yield from self._wait_for_all_ranks()  # rank 0 alone has answered, and the caller deletes the folder next
-        return self._updating()
+        return self.updating()
 
     def expect_change(self, changed: bool) -> None:
         """As ``Adapter.expect_change``."""
@@ -177,7 +177,7 @@ class SglangAdapter(StockAdapter):
         yield from self._stamp()
         yield _post("/continue_generation", torch_empty_cache=False)
         kept = ("the draft model",) if self._selector else ()
-        return self._committed(message=words, checksum=checksum, not_updated=kept)
+        return self.committed(message=words, checksum=checksum, not_updated=kept)
 
     def abort(self, session: str, reason: str) -> Steps:
         """Resumes the engine if no bucket has changed its weights; otherwise it stays paused."""
@@ -188,9 +188,9 @@ class SglangAdapter(StockAdapter):
             except TargetRejected:
                 if not self._buckets:
                     raise
-        if not self._mixed:
+        if not self.mixed:
             yield _post("/continue_generation", torch_empty_cache=False)
-        return self._ended()
+        return self.ended()
 
     def leave(self, group: str | None) -> Steps:
         """Leaves the group; SGLang unmaps shared buffers by itself after each bucket."""
@@ -201,7 +201,7 @@ class SglangAdapter(StockAdapter):
             except TargetRejected as error:
                 if error.status != 400:  # 400: the join never completed
                     raise
-        return self._updating()
+        return self.updating()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Scores a prompt with ``/generate``, which has to generate one token; that token is dropped."""
@@ -234,7 +234,7 @@ class SglangAdapter(StockAdapter):
     def _pause_and_flush(self) -> Generator[EngineRequest, bytes, None]:
         if self._pause == "wait":
             yield from self._wait_for_requests()
-        self._paused_at = time.monotonic()
+        self.paused_at = time.monotonic()
         yield _post("/pause_generation", mode=_PAUSE_WORDS[self._pause])
         if self._no_prefix_cache:
             return
@@ -311,7 +311,7 @@ class SglangAdapter(StockAdapter):
 
     def _stamp(self) -> Generator[EngineRequest, bytes, None]:
         try:
-            yield _post("/update_weight_version", new_version=str(self._version), abort_all_requests=False)
+            yield _post("/update_weight_version", new_version=str(self.version), abort_all_requests=False)
         except TargetRejected as error:
             if error.status not in NO_ROUTE:
                 raise

@@ -57,13 +57,13 @@ class VllmAdapter(StockAdapter):
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``; keeps the delivery for ``open``."""
         check_encoders(self.info, specs)
-        self._delivery = delivery
+        self.delivery = delivery
 
     def open(self, message: Open) -> Steps:
         """Pauses the engine and starts an update; ``ConfigError`` if a cache would give results of the old weights."""
-        self._version = message.version
+        self.version = message.version
         self._started = False
-        self._paused_at = 0.0
+        self.paused_at = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         why = self._facts.never_emptied or self._facts.no_pause().get(message.pause)
         if why:
@@ -72,9 +72,9 @@ class VllmAdapter(StockAdapter):
             )
         started = time.monotonic()
         yield from requests.pause(message.pause)
-        self._paused_at = started
+        self.paused_at = started
         yield from self._start_update()
-        return self._updating()
+        return self.updating()
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group by NCCL's id; versions before 0.29 read the id from the group's store."""
@@ -92,7 +92,7 @@ class VllmAdapter(StockAdapter):
         yield from self._init(forms)
         self._in_group = True
         yield from self._start_session()
-        return self._updating()
+        return self.updating()
 
     def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
         """As ``Adapter.stored``."""
@@ -111,18 +111,18 @@ class VllmAdapter(StockAdapter):
             body["tensor_sizes"] = [slot.size_bytes for slot in layout.slots]
             body["ipc_handles_pickled"] = ipc_handles(shared)
         if layout.size_bytes:  # an empty bucket is not broadcast, and an engine told of it would wait for ever
-            self._mixed = True
+            self.mixed = True
             yield post("/update_weights", {"update_info": body})
-        return self._updating()
+        return self.updating()
 
     def commit(self, message: Commit) -> Steps:
         """Finishes the weight update, stamps the version and resumes."""
-        version = str(self._version)
+        version = str(self.version)
         yield from self._finish_update(version)
         # Some versions take the version with the finish, some have this route, and some have no versions.
         yield from if_there(post("/update_weight_version", {"new_version": version}))
         yield from requests.resume()
-        return self._committed(not_updated=("the draft model",) if self._facts.draft else ())
+        return self.committed(not_updated=("the draft model",) if self._facts.draft else ())
 
     def abort(self, session: str, reason: str) -> Steps:
         """Resumes the engine if no bucket was sent; the trainer has aborted the group as well.
@@ -130,12 +130,12 @@ class VllmAdapter(StockAdapter):
         vLLM cannot restore the old weights, so after a bucket it stays paused until an update succeeds.
         """
         self._in_group = False
-        if self._mixed or (self._started and not (yield from self._try_finish())):
+        if self.mixed or (self._started and not (yield from self._try_finish())):
             return Ack(ok=True, state="quarantined", ranks=self.info.tp_size)
         self._started = False
-        if self._paused_at:
+        if self.paused_at:
             yield from requests.resume()
-        return self._ended()
+        return self.ended()
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Asks ``/v1/completions`` for ``prompt_logprobs``."""
@@ -149,11 +149,11 @@ class VllmAdapter(StockAdapter):
         return Ack(ok=True, ranks=self.info.tp_size)
 
     def _start_update(self) -> Generator[EngineRequest, bytes, None]:
-        if self._delivery == "memory" and not self._told_packed:
+        if self.delivery == "memory" and not self._told_packed:
             yield from self._init([({"packed": True}, {}), ({}, {"packed": True})])
             self._told_packed = True
         # An open session would keep `join` from releasing the old group, so without a group `join` starts it.
-        if self._delivery == "memory" or self._in_group:
+        if self.delivery == "memory" or self._in_group:
             yield from self._start_session()
 
     def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:
