@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weightcast.adapters.registry import all_kinds, kind_named
+from weightcast.adapters.requests import NO_ROUTE
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.update.recognise import recognise
 from weightcast.wire.engine_info import EngineInfo, EngineStatus, UpdateStatus, decode_status
 
-_NO_ROUTE = (404, 405)
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^}]*\})? +(\S+)", re.MULTILINE)
 
 
@@ -84,7 +84,7 @@ class Observer:
         try:
             return decode_status(self._client.get_json("/weightcast/status"))
         except TargetRejected as error:
-            if error.status not in _NO_ROUTE:
+            if error.status not in NO_ROUTE:
                 raise
         except WireError:  # some servers answer every path
             pass

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from weightcast.adapters.registry import adapter_for
+from weightcast.adapters.requests import NO_ROUTE
 from weightcast.comm.run_steps import converse
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
@@ -196,7 +197,7 @@ def _own_checksum(engine: EngineUnderTest) -> str:
             reply = engine.client.post_json(path, b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s)
             found = msgspec.json.decode(reply, type=dict[str, Any]).get(field)
         except (TargetRejected, msgspec.MsgspecError) as error:
-            if isinstance(error, TargetRejected) and error.status in (404, 405):
+            if isinstance(error, TargetRejected) and error.status in NO_ROUTE:
                 continue
             raise NotApplicable(f"it has no checksum of its own: {error}") from None
         if found:
