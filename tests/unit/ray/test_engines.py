@@ -59,9 +59,9 @@ def test_engines_wake_wholly_or_by_tag():
         wake_requests(reference_engine("m"), tags[:1])
 
 
-def group(*states: str) -> RolloutEngines:
+def group(*states: str, engine: str = "auto") -> RolloutEngines:
     engines = object.__new__(RolloutEngines)
-    engines._api_key, engines.version = None, None
+    engines._kind, engines._api_key, engines.version = EngineKind(command=("serve",), engine=engine), None, None
     engines._members = [RayEngine(number, None) for number in range(len(states))]  # type: ignore[arg-type]
     for member, state in zip(engines._members, states, strict=True):
         member.url, member.state = f"http://{member.number}", state  # type: ignore[assignment]
@@ -98,6 +98,11 @@ def test_urls_after_an_update_are_the_engines_that_serve_it():
     assert engines.urls == ("http://0", "http://3")  # 1 is behind now
     engines.admit(None)
     assert engines.urls == ("http://0", "http://3")
+
+
+def test_engines_are_updated_as_the_kind_that_they_were_started_as():
+    engines = group("waiting", engine="acme")
+    assert [(target.url, target.engine) for target in engines.waiting] == [("http://0", "acme")]
 
 
 def test_a_first_update_that_fails_leaves_everybody_where_he_is():
