@@ -116,7 +116,7 @@ class _ComputedSums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copies:
-    """What copies the parts into a bucket.
+    """The copies of the parts into a bucket.
 
     ``launches`` copy and sum those of ``template``, wherever bucket and sources lie; there are none if it is None.
     """
@@ -129,7 +129,7 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """What sums parts of one device where they lie; ``template`` is None where a launch is not worth it.
+    """The sums of parts of one device, where they lie; ``template`` is None where a launch is not worth it.
 
     ``places`` are those of the sums among this rank's sums of the bucket.
     """
@@ -351,7 +351,7 @@ class OwnParts:
         return steps.copies
 
     def _plan_copies(self, look: PartsSeen) -> _Copies:
-        """What copies the parts into a bucket, wherever it lies."""
+        """Plans the copies of the parts into a bucket, wherever it lies."""
         steps, device = look[0], self._device
         stand_ins = _stand_ins(look, device) if transfers_on(device) else {}
         numbers = _numbers(steps)
@@ -383,7 +383,7 @@ class OwnParts:
         return steps.sums
 
     def _plan_sums(self, look: PartsSeen) -> tuple[list[_Sums], list[OwnPart]]:
-        """What sums the parts, and the parts that it does not sum."""
+        """Plans the sums of the parts; returns also the parts that these do not sum."""
         views: dict[torch.device, list[_View]] = {}
         anew = [own for own in self._parts if own.computed and own.origin is not None]
         anew += [own for own in look[0].rest if not own.computed]
