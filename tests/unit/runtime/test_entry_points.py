@@ -111,3 +111,30 @@ def test_a_model_that_no_package_claims_is_refused(install: Install, monkeypatch
     registered(monkeypatch, install, "pkg_i")
     with pytest.raises(ConfigError, match="type int is no model"):
         exporter_of(3, None)  # type: ignore[reportArgumentType]
+
+
+class Alike:
+    """An object with the methods of an exporter, which is none."""
+
+    device = torch.device("cpu")
+
+    def specs(self) -> list[object]:
+        return []
+
+    def fill(self, bucket: object, layout: object, group: object) -> None:
+        pass
+
+
+def test_an_object_that_only_looks_like_an_exporter_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="type Alike is no model") as caught:
+        exporter_of(Alike(), None)  # type: ignore[reportArgumentType]
+    assert "derives from weightcast.protocols.Exporter" in str(caught.value.hint)
+
+
+def test_a_package_whose_exporter_only_looks_like_one_is_named(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered(monkeypatch, install, "pkg_j")
+    monkeypatch.setattr(Maker, "exporter", lambda *_: Alike())
+    with pytest.raises(ConfigError, match=r"Alike, which pkg_j of pkg_j 1\.0 makes .* type Model, is no exporter"):
+        exporter_of(Model(), None)  # type: ignore[reportArgumentType]
