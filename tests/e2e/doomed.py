@@ -17,7 +17,7 @@ from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
-from weightcast.update.head import Head
+from weightcast.update.verify import Verifier
 
 # What each point is; a number after a colon counts from 0.
 POINTS: dict[str, Callable[[int, Callable[[], None]], None]] = {}
@@ -116,7 +116,7 @@ def announced(count: int, die: Callable[[], None]) -> None:
 @point
 def closed(_: int, die: Callable[[], None]) -> None:
     """Everything has arrived and was proven."""
-    wrap(Head, "_close_all", after=on_call(0, die))
+    wrap(Verifier, "close_all", after=on_call(0, die))
 
 
 @point

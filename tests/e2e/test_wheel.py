@@ -50,7 +50,6 @@ CORE = [
     "weightcast.exporters.multi_module",
     "weightcast.exporters.quantise",
     "weightcast.exporters.state_dict",
-    "weightcast.fleet.roster",
     "weightcast.receiver",
     "weightcast.receiver.executor",
     "weightcast.receiver.session",

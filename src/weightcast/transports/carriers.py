@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared
-from weightcast.comm.update_group import UpdateGroup
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.errors import WeightcastError
 from weightcast.protocols import Carrier, Cell
 from weightcast.transports.blame import raise_together
@@ -23,23 +23,40 @@ class Carriers(Carrier):
 
     All calls stay on the caller's thread, because a carrier may record an event on that thread's CUDA stream.  Every
     carrier is called even if one before it fails, and the error names every engine that failed.
+
+    Attributes:
+        failed: True if the attempt failed because a target could not be connected or given a bucket.
+        num_buckets, sent_bytes: What was sent in this attempt.
     """
 
-    def __init__(self, parts: Iterable[Carrier]) -> None:
+    def __init__(self, parts: Iterable[Carrier] = (), signature: object = None) -> None:
+        """``signature`` says for which targets and plans they were built."""
         self._parts = tuple(parts)
         self.name = label_of(part.name for part in self._parts)
+        self.signature = signature
+        self.failed = False
+        self.num_buckets = self.sent_bytes = 0
+
+    def begin(self) -> None:
+        """Starts an attempt, in which nothing has failed and nothing was sent yet."""
+        self.failed = False
+        self.num_buckets = self.sent_bytes = 0
+        for cell in self.cells:
+            cell.failure = None
 
     def connect(self) -> None:
         """As ``Carrier.connect``."""
-        self._each(lambda part: part.connect())
+        self._move(lambda part: part.connect())
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Carrier.send``."""
-        self._each(lambda part: part.send(bucket, shared))
+        self._move(lambda part: part.send(bucket, shared))
+        self.num_buckets += 1
+        self.sent_bytes += bucket.layout.size_bytes
 
     def drain(self) -> None:
         """As ``Carrier.drain``."""
-        self._each(lambda part: part.drain())
+        self._move(lambda part: part.drain())
 
     def settle(self) -> None:
         """As ``Carrier.settle``."""
@@ -60,7 +77,7 @@ class Carriers(Carrier):
 
     def invite(self) -> None:
         """As ``Carrier.invite``."""
-        self._each(lambda part: part.invite())
+        self._move(lambda part: part.invite())
 
     @property
     def invited(self) -> Sequence[Invited]:
@@ -72,9 +89,34 @@ class Carriers(Carrier):
         """As ``Carrier.members``."""
         return {name: group for part in self._parts for name, group in part.members.items()}
 
+    def join(self) -> dict[Invited, UpdateGroup]:
+        """Makes the groups to which the other trainer ranks are ``invited``; returns those that came about."""
+        invited = self.invited
+        self.connect()
+        members = self.members
+        return {one: members[one.group] for one in invited if one.group in members}
+
+    def lose(self, failures: Mapping[str, str]) -> None:
+        """Ends the transfers in groups, by name, in which a trainer rank's messages failed, and raises the causes."""
+        errors: list[WeightcastError] = []
+        for name, text in failures.items():
+            try:
+                self.lost(name, GroupFailed(text))
+            except WeightcastError as error:
+                errors.append(error)
+        raise_together(errors)
+
     def lost(self, name: str, error: WeightcastError) -> None:
         """As ``Carrier.lost``."""
-        self._each(lambda part: part.lost(name, error))
+        self._move(lambda part: part.lost(name, error))
+
+    def _move(self, do: Callable[[Carrier], None]) -> None:
+        """As ``_each``, and notes a failure to reach a target, as opposed to a failure of its session."""
+        try:
+            self._each(do)
+        except WeightcastError:
+            self.failed = True
+            raise
 
     def _each(self, do: Callable[[Carrier], None]) -> None:
         if len(self._parts) == 1:

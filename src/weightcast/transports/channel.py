@@ -31,6 +31,7 @@ from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting
 from weightcast.transports.blame import find_culprit, together
+from weightcast.transports.handles import handles_for
 from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import Join
@@ -178,7 +179,7 @@ class Channel:
                     link,
                     Invitation(
                         join=Join(
-                            session=link.session,
+                            session=link.session.id,
                             group=name,
                             host=self._host,
                             port=meeting.port,
@@ -272,10 +273,10 @@ class Channel:
                 tell(
                     link,
                     link.adapter.bucket(
-                        link.session,
+                        link.session.id,
                         bucket.layout,
                         group=group.name if link.members else None,
-                        shared=link.shared(shared) if link.plan.near or link.plan.reads else parts,
+                        shared=handles_for(link, shared) if link.plan.near or link.plan.reads else parts,
                     ),
                     what=f"bucket {index}",
                     timeout_s=self._timeout_s,

@@ -29,6 +29,7 @@ from weightcast.comm.shared_buckets import Shared, TorchMemory, memory_of_ranks
 from weightcast.comm.torch_reductions import reduced_storage
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, WeightcastError
 from weightcast.transports.blame import raise_together
+from weightcast.transports.handles import handles_for
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import TransportSpec
@@ -78,7 +79,7 @@ class CheckpointEngineCarrier(Pumped):
         self._folder.remove()
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        self._each(lambda feed: feed.take(bucket.layout, feed.link.shared(shared)))
+        self._each(lambda feed: feed.take(bucket.layout, handles_for(feed.link, shared)))
 
     def _each(self, do: Callable[[Feed], None]) -> None:
         raise_together([future.exception() for future in [self._pool.submit(do, feed) for feed in self._feeds]])
@@ -108,7 +109,7 @@ class Feed:
             self._begin(memories, what)
         first = memories[0].first_byte
         self._ask(pickle_writer.pickled(table(layout, first)), what)
-        self.link.took_over()
+        self.link.session.took_over()
 
     def finish(self) -> None:
         """No more buckets: unmap, finish, and the engine's own word that all is well.  Raises as ``take``."""
@@ -176,7 +177,7 @@ class Feed:
             self._owed.discard(rank)
             if words:
                 raise TargetRejected(
-                    f"{self.link.url} refused {what} after {self.link.sent} buckets: rank {rank}: "
+                    f"{self.link.url} refused {what} after {self.link.session.sent} buckets: rank {rank}: "
                     f"{words.splitlines()[-1][:2000]}",
                     url=self.link.url,
                     half_updated=True,
@@ -189,7 +190,7 @@ class Feed:
             if self._given_up.is_set():
                 raise TargetLost(f"{self.link.url}: given up at {what}", url=self.link.url, half_updated=True)
             if time.monotonic() > deadline:
-                self.link.silent = True
+                self.link.session.overdue = True
                 raise TargetLost(
                     f"{self.link.url}: no answer to {what} within {self._timeout_s:g} s",
                     url=self.link.url,
@@ -211,7 +212,7 @@ class Feed:
             status = error.status if isinstance(error, TargetRejected) else None
             kind = TargetRejected if status is not None else TargetLost
             raise kind(
-                f"{self.link.url} ended the update after {self.link.sent} buckets: {error}",
+                f"{self.link.url} ended the update after {self.link.session.sent} buckets: {error}",
                 url=self.link.url,
                 half_updated=True,
                 hint=error.hint,

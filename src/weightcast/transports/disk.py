@@ -165,7 +165,7 @@ class DiskCarrier(Pumped):
             return self._folder.path
 
     async def _load(self, link: Link, folder: str) -> None:
-        steps = link.adapter.load_folder(link.session, folder)
+        steps = link.adapter.load_folder(link.session.id, folder)
         await tell(link, steps, what=f"the folder {folder}", timeout_s=self._timeout_s)
 
     def _discard(self) -> None:

@@ -14,6 +14,7 @@ from typing import Self
 from weightcast.comm import event_loop
 from weightcast.comm.shared_buckets import Shared
 from weightcast.transports.blame import each_on_loop
+from weightcast.transports.handles import handles_for
 from weightcast.transports.link import Link, in_flight_to, leave_all, tell
 from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.pump import Pump, Pumped
@@ -53,7 +54,7 @@ class MemoryCarrier(Pumped):
     async def _tell(self, link: Link, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         await tell(
             link,
-            link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
+            link.adapter.bucket(link.session.id, bucket.layout, group=None, shared=handles_for(link, shared)),
             what=f"bucket {bucket.layout.index}",
             timeout_s=self._timeout_s,
             bucket=bucket.layout.index,

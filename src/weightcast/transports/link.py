@@ -1,39 +1,45 @@
-"""The link to one target: its connection, its adapter and its session.  Its coroutines are for the event loop.
+"""One engine on the trainer's side: everything that is known of it, its session and its part in an update.
 
-An error of a request names the target and, after the first bucket, says that the target may be half updated.
+Coroutines are for the event loop.  An error of a request names the target and, after the first bucket, says that the
+target may be half updated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from weightcast.comm import event_loop
-from weightcast.comm.http import Client, Lease
-from weightcast.comm.ipc import host_id
+from weightcast.comm.http import Client
 from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, send_plain
-from weightcast.comm.shared_buckets import Shared
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
+from weightcast.errors import (
+    DeadlineExceeded,
+    TargetError,
+    TargetLost,
+    TargetRejected,
+    TargetUnreachable,
+    WeightcastError,
+    WireError,
+)
 from weightcast.protocols import Adapter
-from weightcast.report import count_of
+from weightcast.report import TargetReport, count_of
 from weightcast.runtime.deadline import Deadline
+from weightcast.transports.health import LinkHealth
 from weightcast.transports.plan import TargetPlan
+from weightcast.transports.session import UNPLANNED, LinkSession, Outcome
 from weightcast.watch.events import Asked
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Close, Commit, Open, Revert
 
-_UNPLANNED = TargetPlan()
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
 _SILENT_S = 0.5
@@ -48,73 +54,86 @@ def margin_s(timeout_s: float) -> float:
     return min(_MARGIN_S, 0.5 + timeout_s / 4)
 
 
+def is_silence(error: BaseException) -> bool:
+    """True for an error after which the engine may still be running: it passed a deadline."""
+    return isinstance(error, TargetUnreachable) and isinstance(error.__cause__, DeadlineExceeded | None)
+
+
 def _has_ended(error: WeightcastError) -> bool:
     """True if nothing listens there any more: an engine that has ended keeps no memory."""
     return error.__cause__ is not None and isinstance(error.__cause__.__cause__, ConnectionRefusedError)
 
 
-# Over 350 lines: each message of a session reads and changes what the answers before have left.
 @dataclass(slots=True, kw_only=True)
-class Link:
-    """A target that takes part in updates.
+class Start:
+    """The facts about one start of an engine, beside its adapter.
 
     Attributes:
-        info: The target's description, from the last probe.
-        group_rank: Group rank of the target's first engine rank that joins.
-        plan: How the target gets the weights.
         pause: Pause of the target's updates; None until it was chosen.
         unproven: What was last said about tensors of the target that cannot be proven.
-        session: Id of the target's open session; empty without one.
-        load_s: Seconds that the target's slowest rank spent on copies in this session.
-        verify_s: Seconds that the target's slowest rank spent on digests in this session.
-        peak_extra_bytes: Most extra memory of any rank in this session, in bytes.
-        sent: Number of buckets that the target has loaded in this session.
-        silent: True once the target has missed a deadline.
         mixed: True if the live weights may be parts of two versions and the engine does not know that itself.
         digest: Model digest of the last commit; None if there was none, or no digest was taken.
-        opened, committed: Answers to this session's Open and Commit; None before them.
-        closed: Answer to Close, or to the last bucket if that answers Close too; None before it.
-        asked: The Commit of this session; None before it is sent.
-        notes: Failures that did not fail the update, since ``take_notes`` was last called.
+        boxes: The boxes that its ranks want, as ``decode_boxes`` reads them; None until the engine was asked.
+    """
+
+    pause: PauseMode | None = None
+    unproven: str = ""
+    mixed: bool = False
+    digest: str | None = None
+    boxes: tuple[bytes, ...] | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Link:
+    """One target, from the moment at which it becomes a member.
+
+    Attributes:
         events: Told of every message.
+        answer: The description or the error of the last probe; None before the first.
+        health: State of the target.
+        silent: True if it has passed a deadline, and has not answered a probe since.
+        is_one: True once new connections were seen to reach one engine.
+        group_rank: Group rank of the target's first engine rank that joins.
+        plan: How the target gets the weights.
+        start: The present start of the engine.
+        session: The last attempt at an update.
+        outcome: The target in the last update.
+        notes: Failures that did not fail the update, since ``take_notes`` was last called.
     """
 
     client: Client
-    adapter: Adapter
-    info: EngineInfo
-    group_rank: int = 1
-    plan: TargetPlan = _UNPLANNED
-    pause: PauseMode | None = None
-    unproven: str = ""
-    session: str = ""
-    load_s: float = 0.0
-    verify_s: float = 0.0
-    peak_extra_bytes: int = 0
-    sent: int = 0
-    silent: bool = False
-    mixed: bool = False
-    digest: str | None = None
-    opened: Ack | None = None
-    closed: Ack | None = None
-    committed: Ack | None = None
-    asked: Commit | None = None
-    notes: list[str] = field(default_factory=list[str])
     events: Events = field(default_factory=Events, repr=False)
-    _opening: asyncio.Task[Any] | None = field(default=None, repr=False)  # waits for the answer to ``open``
-    _limit_s: float = _ABORT_S
-    _deaf: bool = False  # it is silent, and has not answered a message that ends something either
-    _lease: Lease | None = field(default=None, repr=False)
-    _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _answered_at: dict[int, float] = field(default_factory=dict, repr=False)  # by bucket, ``time.monotonic``
-    _awaited: dict[int, Deadline] = field(default_factory=dict, repr=False)  # by bucket
+    answer: EngineInfo | WeightcastError | None = None
+    health: LinkHealth = field(default_factory=LinkHealth)
+    silent: bool = False
+    is_one: bool = False
+    group_rank: int = 1
+    plan: TargetPlan = UNPLANNED
+    start: Start = field(default_factory=Start)
+    session: LinkSession = field(default_factory=LinkSession)
+    outcome: Outcome = field(default_factory=Outcome)
+    notes: list[str] = field(default_factory=list[str])
+    _info: EngineInfo | None = None
+    _adapter: Adapter | None = None
 
     @property
     def url(self) -> str:
         return self.client.target.url
 
     @property
+    def info(self) -> EngineInfo:
+        """The target's description, as ``meet`` took it."""
+        assert self._info is not None, f"{self.url} has not answered yet"
+        return self._info
+
+    @property
+    def adapter(self) -> Adapter:
+        assert self._adapter is not None, f"{self.url} has not answered yet"
+        return self._adapter
+
+    @property
     def planned(self) -> bool:
-        """True once the weights and the transport were checked against this target."""
+        """True if the weights and the transport were checked against this start of the target."""
         return bool(self.plan.transport)
 
     @property
@@ -132,84 +151,109 @@ class Link:
         """The engine ranks that join a group: those that read no memory of their own host."""
         return tuple(rank for rank in range(self.info.tp_size) if rank not in self.plan.near)
 
-    def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
-        """Returns the handles that this target gets."""
-        if self.plan.reads:
-            return self._shared_by_leg(buffers)
-        if self.plan.near:
-            return self._shared_by_host(buffers)
-        opens = slice(*self.plan.opens)
-        buffers = [buffer for buffer in buffers if buffer.host in ("", self.info.host_id)]
-        if self.plan.sharing == "ring":
-            return [Shared(memory=buffer.memory, ring=buffer.ring[opens]) for buffer in buffers]
-        # What is nobody's alone stays the same object: sources are made and encoded once for each.
-        return [
-            msgspec.structs.replace(buffer, torch=buffer.torch[opens], ring=())
-            if buffer.torch or buffer.ring
-            else buffer
-            for buffer in buffers
-        ]
+    # -- what is known of it
 
-    def _shared_by_host(self, buffers: Sequence[Shared]) -> list[Shared]:
-        """The handles of each host, with the ranks that are there; trainer ranks on one host do not name it."""
-        found: list[Shared] = []
-        for buffer in buffers:
-            host = buffer.host or host_id()
-            if ranks := tuple(rank for rank in self.plan.near if self.info.hosts[rank] == host):
-                found.append(Shared(memory=buffer.memory, ranks=ranks))
-        return found
+    def meet(self, info: EngineInfo, adapter_for: Callable[[EngineInfo], Adapter]) -> None:
+        """Takes a description for the updates to come.
 
-    def _shared_by_leg(self, buffers: Sequence[Shared]) -> list[Shared]:
-        """Returns the legs from each trainer rank to the ranks that read memory of one host, or of none."""
-        ranks: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.plan.reads):
-            ranks.setdefault(host, []).append(rank)
-        return [
-            Shared(
-                memory=buffer.memory if buffer.host == host else None,
-                parts=buffer.legs.get(host, ()),
-                ranks=tuple(some),
-                leg=True,
-            )
-            for host, some in ranks.items()
-            for buffer in buffers
-        ]
+        Another engine than before, and one that has restarted, gets a new adapter, and no plan fits it yet.
+        """
+        if self._adapter is None or not self._is_start(info):
+            self._adapter, self.plan, self.start = adapter_for(info), UNPLANNED, Start()
+        self._info = info
+        self.adapter.renew(info)
+
+    def answered(self, answer: EngineInfo | WeightcastError, *, waited: bool) -> None:
+        """Records the result of a probe, which ``waited`` a whole deadline for a target that was not silent."""
+        self.answer = answer
+        if isinstance(answer, EngineInfo):
+            self.silent = False
+            self.health = self.health.answered(answer)
+            if self._info is not None and self._is_start(answer) and self.start.mixed:
+                self.answer = msgspec.structs.replace(  # a stock engine does not know it
+                    answer,
+                    state="quarantined",
+                    message="an update of it broke off: it may hold parts of two versions; send it a full update",
+                )
+        elif isinstance(answer, TargetUnreachable):
+            silent = is_silence(answer)
+            self.silent = self.silent or waited or not silent
+            self.health = self.health.silent(str(answer)) if silent else self.health.lost(str(answer))
+        else:
+            self.health = self.health.broken(str(answer))
+
+    def _is_start(self, info: EngineInfo) -> bool:
+        """True if this describes the same start of the same engine, as far as the engine can tell."""
+        seen = self.info
+        return (seen.incarnation, seen.tp_size, seen.engine) == (info.incarnation, info.tp_size, info.engine)
+
+    def broke_off(self, reason: str, *, whole: bool) -> None:
+        """Records that an update failed; ``whole`` if the target has confirmed that it serves its old version."""
+        if self.health.state == "updating":
+            self.health = self.health.kept() if whole else self.health.broken(reason)
+
+    def ended(self, row: TargetReport, *, moved_on: bool, version: int) -> None:
+        """Records the end of an update.
+
+        If the update ``moved_on``, it succeeded on some target; a target with the old version is then left behind.
+        """
+        health, ack = self.health, self.session.committed
+        if row.status == "serving":
+            if health.state == "updating":  # otherwise the target has restarted meanwhile
+                self.health = health.committed(version, (ack.digest or None) if ack is not None else None)
+        elif row.status in ("quarantined", "unknown") and health.state not in ("quarantined", "gone"):
+            self.health = health.broken(row.message)
+        elif row.status == "untouched" and moved_on:
+            self.health = health.broken(f"left behind: {row.message}" if row.message else "left behind")
+        else:
+            self.health = health.kept()
+
+    @property
+    def is_unsure(self) -> bool:
+        """True if the target must be probed once more before its row is made: it has not committed, or has failed."""
+        outcome = self.outcome
+        return (self.session.committed is None or outcome.failed is not None) and outcome.reverted is None
+
+    def row(self) -> TargetReport:
+        """Returns the target's row in the report; its notes go there."""
+        self.outcome.notes += self.take_notes()
+        return self.outcome.row(self.url, self.session, self.answer if self.is_unsure else None)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Returns the notes since the last call, each once."""
+        notes, self.notes = tuple(dict.fromkeys(self.notes)), []
+        return notes
+
+    # -- its session
 
     async def open(self, message: Open) -> Ack:
         """Starts a session.  A leased engine ends it by itself when this process ends."""
-        self.load_s = self.verify_s = 0.0
-        self.peak_extra_bytes = self.sent = 0
-        self.silent = self._deaf = False
-        self._answered_at.clear()
-        self.opened = self.closed = self.committed = self.asked = None
+        session = self.session = LinkSession()
         self._check_version(message)
         # An engine without a lease hears of the session's end from this process alone, also if opening fails half way.
-        self.session = message.session
-        self._limit_s = message.timeout_s
-        if self.pause is not None and self.pause != message.pause:
-            message = msgspec.structs.replace(message, pause=self.pause)
+        session.id, session.limit_s = message.session, message.timeout_s
+        if self.start.pause is not None and self.start.pause != message.pause:
+            message = msgspec.structs.replace(message, pause=self.start.pause)
         traceparent = self.events.traceparent(self.url)
         if traceparent:
             message = msgspec.structs.replace(message, traceparent=traceparent)
-        self._opening = asyncio.current_task()
+        session.opening = asyncio.current_task()
         try:
-            self.opened = await self._timed("open", self.adapter.open(message), message.timeout_s)
+            session.opened = await self._converse("open", self.adapter.open(message), message.timeout_s)
         except WeightcastError:
             if self.adapter.leased:
-                self.session = ""
+                session.id = ""
             raise
         finally:
-            self._opening = None
-        return self.opened
+            session.opening = None
+            if session.id and self.health.state not in ("updating", "gone"):
+                self.health = self.health.opened()
+        return session.opened
 
     @property
     def is_open(self) -> bool:
         """True if the target has an open session, or was asked for one."""
-        return bool(self.session) or self._lease is not None
-
-    async def prepare(self, steps: Steps, *, timeout_s: float) -> Ack:
-        """Hands over the plan of the updates to come, outside of any session."""
-        return await converse_on_loop(self.client, steps, timeout_s=timeout_s)
+        return bool(self.session.id) or self.session.lease is not None
 
     async def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
         """Sends a step's requests, reads the answer and adds up its costs.
@@ -223,31 +267,20 @@ class Link:
             bucket: Index of the bucket that the step announces; None for another step.  An engine may get the
                 announcement while it still loads the bucket before, so the deadline counts from the answer to that one.
         """
-        limit_s = timeout_s + margin_s(timeout_s)
+        limit_s, session = timeout_s + margin_s(timeout_s), self.session
         if bucket is None:
-            return await self._timed(kind, steps, limit_s)
-        deadline = self._awaited[bucket] = Deadline(limit_s, begins=lambda: self._turn_began(bucket))
+            return await self._converse(kind, steps, limit_s)
+        deadline = session.awaited[bucket] = Deadline(limit_s, begins=lambda: session.turn_began(bucket))
         try:
-            return await self._timed(kind, steps, deadline, bucket)
+            return await self._converse(kind, steps, deadline, bucket)
         finally:
-            self._answered_at[bucket] = time.monotonic()
-            self._awaited.pop(bucket, None)
-
-    def _turn_began(self, bucket: int) -> float | Deadline | None:
-        """Returns the time at which the bucket before was answered (``time.monotonic``).
-
-        Until then it returns that bucket's deadline.  The deadlines of two buckets may pass in either order, and a
-        silent engine is not waited for twice.  None if the bucket before was not announced yet.
-        """
-        if bucket == 0 or self.silent:
-            return 0.0
-        answered_at = self._answered_at.get(bucket - 1)
-        return self._awaited.get(bucket - 1) if answered_at is None else answered_at
+            session.answered_at[bucket] = time.monotonic()
+            session.awaited.pop(bucket, None)
 
     async def leave(self, group: str | None) -> None:
         """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
-        if self.client.closed:
-            return  # this process has no connection to it any more
+        if self.client.closed or self._adapter is None:
+            return  # this process has no connection to it
         try:
             await self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
@@ -255,32 +288,20 @@ class Link:
             if not _has_ended(error):
                 self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
 
-    def take_notes(self) -> tuple[str, ...]:
-        """Returns the notes since the last call, each once."""
-        notes, self.notes = tuple(dict.fromkeys(self.notes)), []
-        return notes
-
-    def took_over(self, ack: Ack | None = None) -> None:
-        """Counts a bucket that the engine has loaded.  The answer to the last bucket may answer Close too."""
-        with self._adding:
-            self.sent += 1
-            if ack is not None and ack.closed:
-                self.closed = ack
-
     def touch(self) -> None:
         """Records that a bucket is being sent: the live weights may be parts of two versions from now on."""
-        self.mixed = not self.adapter.leased
+        self.start.mixed = not self.adapter.leased
 
     async def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
-        """Tells the engine that everything was sent."""
-        message = Close(session=self.session, buckets=buckets, by_name=by_name)
-        self.closed = await self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
-        return self.closed
+        """Tells the engine that everything was sent; ``by_name`` asks for the digest of each tensor."""
+        message = Close(session=self.session.id, buckets=buckets, by_name=by_name)
+        self.session.closed = await self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
+        return self.session.closed
 
     async def commit(self, digest: str, *, timeout_s: float) -> Ack:
         """Makes the new weights live; ``digest`` is as ``Commit.digest``."""
-        self.asked = Commit(session=self.session, digest=digest)
-        return await self._commit(self.asked, timeout_s)
+        self.session.asked = Commit(session=self.session.id, digest=digest)
+        return await self.commit_again(timeout_s=timeout_s)
 
     async def commit_again(self, *, timeout_s: float) -> Ack:
         """Sends a Commit again, because its answer was lost.
@@ -290,18 +311,16 @@ class Link:
         Raises:
             TargetRejected: The engine has not committed the session and will not.
         """
-        assert self.asked is not None
-        return await self._commit(self.asked, timeout_s)
-
-    async def _commit(self, message: Commit, timeout_s: float) -> Ack:
-        self.committed = await self.ask("commit", self.adapter.commit(message), timeout_s=timeout_s)
-        self.mixed = False
+        session = self.session
+        assert session.asked is not None
+        session.committed = await self.ask("commit", self.adapter.commit(session.asked), timeout_s=timeout_s)
+        self.start.mixed = False
         self.end()
-        return self.committed
+        return session.committed
 
     async def revert(self, reason: str, *, timeout_s: float) -> Ack:
         """Restores the weights that the engine served before the commit.  Repeated once if the answer is lost."""
-        adapter, asked = self.adapter, self.asked
+        adapter, asked = self.adapter, self.session.asked
         assert asked is not None
         message = Revert(session=asked.session, reason=reason[:4096])
         try:
@@ -311,44 +330,50 @@ class Link:
         except WeightcastError:
             return await self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
 
-    async def abort(self, reason: str) -> Ack | None:
-        """Ends the session, if one is open or asked for.  Returns None if the engine does not answer."""
-        opening = self._opening
-        if opening is not None:
+    async def abort(self, reason: str) -> None:
+        """Ends the session, if one is open or asked for, and records what the engine keeps."""
+        session, answer = self.session, None
+        if session.opening is not None:
             if self.adapter.leased:
-                opening.cancel()  # its connection closes, which ends a session that the engine opens after all
-            await asyncio.wait([opening])
-        if not self.session or self.client.closed:
-            self.end()
-            return None
-        session, self.session = self.session, ""
+                session.opening.cancel()  # its connection closes, which ends a session that the engine opens after all
+            await asyncio.wait([session.opening])
         try:
-            # Without an answer, the end of the lease ends the session too.  A later probe asks for the engine's state.
-            return await self._send_end("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
-        except WeightcastError:
-            return None
+            if session.id and not self.client.closed:
+                steps, session.id = self.adapter.abort(session.id, reason), ""
+                # Without an answer, the end of the lease ends the session too.  A later probe asks for the state.
+                with suppress(WeightcastError):
+                    answer = await self._send_end("abort", steps, min(_ABORT_S, session.limit_s))
         finally:
             self.end()
+        if session.overdue:
+            self.silent = True
+            self.health = self.health.silent(reason)
+        whole = answer is not None and answer.state == "serving" and not self.start.mixed
+        if answer is not None and self.adapter.leased and answer.version != self.info.version:
+            whole, reason = False, f"{reason}; by then the engine had switched to version {answer.version}"
+        self.broke_off(reason, whole=whole)
 
     def end(self) -> None:
         """Closes the lease."""
-        self.session = ""
-        if self._lease is not None:
+        session = self.session
+        session.id = ""
+        if session.lease is not None:
             with suppress(WeightcastError):
-                self._lease.close()
-            self._lease = None
+                session.lease.close()
+            session.lease = None
 
     async def _send_end(self, kind: str, steps: Steps, limit_s: float) -> Ack:
         """Sends a step that ends a session or a membership.
 
         A silent engine gets the request, and its answer is hardly waited for: half a second once, then no more.
         """
-        if self.silent:
-            limit_s = min(limit_s, _SENT_S if self._deaf else _SILENT_S)
+        session = self.session
+        if overdue := session.overdue or self.silent:
+            limit_s = min(limit_s, _SENT_S if session.deaf else _SILENT_S)
         try:
-            return await self._converse(kind, steps, limit_s)
+            return await self._converse(kind, steps, limit_s, ends=True)
         except DeadlineExceeded:
-            self._deaf = self.silent
+            session.deaf = overdue
             raise
 
     def _check_version(self, message: Open) -> None:
@@ -361,29 +386,22 @@ class Link:
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
 
-    async def _timed(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
-        try:
-            return await self._converse(kind, steps, limit, bucket)
-        except DeadlineExceeded:
-            self.silent = True
-            raise
-
-    async def _converse(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
-        began = time.monotonic()
+    async def _converse(
+        self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None, *, ends: bool = False
+    ) -> Ack:
+        began, session = time.monotonic(), self.session
         send = partial(self._send, at_once=kind in _AT_ONCE)
         try:
             ack = await converse_on_loop(self.client, steps, timeout_s=limit, send=send)
         except WireError as error:
             self._asked(kind, bucket, began, error=str(error))
-            raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
+            raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=session.sent > 0) from error
         except WeightcastError as error:
             self._asked(kind, bucket, began, error=str(error))
+            session.overdue |= isinstance(error, DeadlineExceeded) and not ends
             raise
         self._asked(kind, bucket, began, ack)
-        with self._adding:  # answers to two buckets may arrive at once
-            self.load_s += ack.load_s
-            self.verify_s += ack.verify_s
-            self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
+        session.add_costs(ack)
         return ack
 
     def _asked(self, kind: str, bucket: int | None, began: float, ack: Ack | None = None, error: str = "") -> None:
@@ -406,7 +424,7 @@ class Link:
     async def _send(self, request: EngineRequest, limit: Deadline, *, at_once: bool) -> bytes:
         if not request.lease:
             return await send_plain(self.client, request, limit, at_once=at_once)
-        reply, self._lease = await self.client.lease(request.path, request.body, timeout_s=limit)
+        reply, self.session.lease = await self.client.lease(request.path, request.body, timeout_s=limit)
         return reply
 
 
@@ -429,7 +447,7 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
     half = not link.stages
     link.touch()
     try:
-        link.took_over(
+        link.session.took_over(
             await link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket)
         )
     except DeadlineExceeded as error:
@@ -438,7 +456,7 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
         ) from error
     except TargetRejected as error:
         raise TargetRejected(
-            f"{link.url} refused {what} after {count_of(link.sent, 'bucket')}: {error}",
+            f"{link.url} refused {what} after {count_of(link.session.sent, 'bucket')}: {error}",
             url=link.url,
             half_updated=half,
             hint=error.hint,
@@ -446,7 +464,7 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
         ) from error
     except TargetError as error:
         raise TargetLost(
-            f"{link.url}: lost at {what} after {count_of(link.sent, 'bucket')}: {error}",
+            f"{link.url}: lost at {what} after {count_of(link.session.sent, 'bucket')}: {error}",
             url=link.url,
             half_updated=half,
         ) from error

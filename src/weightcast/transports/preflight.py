@@ -16,6 +16,7 @@ from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import SpecName, TransportSpec
 from weightcast.transports.topology import Topology
+from weightcast.wire.answers import Ack
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
@@ -111,7 +112,7 @@ def choose_pause(link: Link, pause: PauseChoice) -> PauseMode:
     if not left:
         raise ConfigError(f"{who} can be updated with no pause: {'; '.join(dict.fromkeys(refused.values()))}")
     found = left[0]
-    if found != _BEST_PAUSES[0] and link.pause != found:
+    if found != _BEST_PAUSES[0] and link.start.pause != found:
         fate = "requests that run end at each update" if found == "abort" else "requests that run are paused by it"
         log.warning('%s: pause="auto" is %s here, so %s: %s', who, found, fate, refused[_BEST_PAUSES[0]])
     return found
@@ -145,31 +146,30 @@ def check_proof(links: Sequence[Link], config: UpdateConfig) -> None:
         _warn_once(link, f"{line}: {hint}")
 
 
-def check_read_back(link: Link, unproven: Sequence[str], config: UpdateConfig) -> None:
-    """Raises VerificationFailed, or warns where the caller is not ``strict``, if a target cannot read tensors back.
-
-    ``unproven`` has their names.
-    """
-    if not unproven or config.verify not in ("resident", "behaviour") or "resident" not in link.adapter.proves:
-        return
+def error_if_unproven(link: Link, ack: Ack, config: UpdateConfig) -> VerificationFailed | None:
+    """Returns the error of a target that cannot read tensors back, as it says; logs them if not ``strict``."""
+    names = ack.unproven
+    if not names or config.verify not in ("resident", "behaviour") or "resident" not in link.adapter.proves:
+        return None
     count = len(link.info.specs)
-    words = f"{link.url}: {len(unproven)} of {count} tensors cannot be proven resident"
-    why = f"the engine's loader computes with {some(unproven, 6)}"
+    words = f"{link.url}: {len(names)} of {count} tensors cannot be proven resident"
+    why = f"the engine's loader computes with {some(names, 6)}"
     if config.strict and config.verify == "resident":
-        raise VerificationFailed(
+        return VerificationFailed(
             f"{words}, and strict=True asks for it: {why}",
             url=link.url,
-            names=unproven,
+            names=names,
             hint="nothing was sent; leave strict out (--strict) to accept that, or compare answers with "
             'verify="behaviour"',
         )
     _warn_once(link, f"{words}: {why}")
+    return None
 
 
 def _warn_once(link: Link, words: str) -> None:
     """Logs what a target cannot prove, unless that was the last that was said about it."""
-    if link.unproven != words:
-        link.unproven = words
+    if link.start.unproven != words:
+        link.start.unproven = words
         log.warning("%s", words)
 
 

@@ -69,7 +69,7 @@ class Attempts:
         try:
             return self._conclude(result, head, stream, lambda: kept_bytes + peak.extra_bytes)
         except TrainerRankFailed as error:
-            if head is None or not head.switched:
+            if head is None or not head.run.switched:
                 raise
             raise UpdateFailed(f"the engines have switched, but {error}", report=head.report()) from error
 
@@ -138,6 +138,6 @@ class Attempts:
             why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
         result = AttemptResult()
         if head is not None:
-            head.add_phase("verify", time.monotonic() - began)
+            head.run.add_phase("verify", time.monotonic() - began)
             result = head.compare(_PROBE_TOKENS, mine, why)
         return self._ranks.hear(result)

@@ -358,7 +358,7 @@ class BucketStream:
             ended = time.monotonic()
             self._events.step_ended("gather", began, ended, bucket=layout.index)
             if self._head is not None:
-                self._head.add_phase("gather", ended - began)
+                self._head.run.add_phase("gather", ended - began)
             yield bucket, slot
 
     def _send_each(self, filling: Filling, *, sums_buckets: bool) -> bool:
@@ -399,7 +399,7 @@ class BucketStream:
         head = self._head
         if head is None:
             return b""
-        return _encoder.encode(_Go(not head.failed, () if head.failed else head.sessions.groups))
+        return _encoder.encode(_Go(not head.failed, () if head.failed else head.groups))
 
     def _end_exchange(self) -> bool:
         """Waits for all messages to engine ranks; False if some failed on any rank."""
@@ -417,7 +417,7 @@ class BucketStream:
     def _sent_since(self, began: float) -> None:
         """Adds the time of this rank's messages, and of waits for their readers, to the update's phases."""
         if self._head is not None:
-            self._head.add_phase("send", time.monotonic() - began)
+            self._head.run.add_phase("send", time.monotonic() - began)
 
     def _tell_failures(self, failures: Mapping[str, str] | None = None) -> None:
         """Tells the head in which groups each rank's messages failed, unless ``failures`` are given."""

@@ -38,7 +38,6 @@ from weightcast.errors import (
 )
 from weightcast.exporters.claims import OTHERS as MODEL_KINDS
 from weightcast.exporters.memory_estimate import default_bucket_bytes, peak_bytes
-from weightcast.fleet.roster import ask_afresh_on_loop
 from weightcast.protocols import Delivery
 from weightcast.report import count_of, format_bytes, one_line
 from weightcast.runtime.addresses import is_loopback
@@ -46,7 +45,7 @@ from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.transports.broadcast import check_nccl
 from weightcast.transports.registry import TRANSPORTS
 from weightcast.transports.topology import Topology
-from weightcast.update.recognise import ask, recognise, recognise_on_loop
+from weightcast.update.recognise import ask, ask_afresh_on_loop, recognise, recognise_on_loop
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import total_bytes

@@ -193,7 +193,8 @@ class _CopyAttempt:
     ) -> None:
         self.chunks = 0
         self._adapter = NativeAdapter(late)
-        self._link = Link(client=client, adapter=self._adapter, info=late)
+        self._link = Link(client=client)
+        self._link.meet(late, lambda _: self._adapter)
         self._peer = peer
         self._late = late
         self._version, self._digest = version, digest
@@ -217,7 +218,11 @@ class _CopyAttempt:
         source = PeerEngine(url=self._peer.target.url, api_key=self._peer.target.api_key or "")
         while True:
             message = Fetch(
-                session=self._link.session, index=self.chunks, peer=source, version=self._version, digest=self._digest
+                session=self._link.session.id,
+                index=self.chunks,
+                peer=source,
+                version=self._version,
+                digest=self._digest,
             )
             ack = event_loop.run(self._link.ask("fetch", self._adapter.fetch(message), timeout_s=self._timeout_s))
             self.chunks += 1
@@ -244,7 +249,6 @@ class _CopyAttempt:
     def abort(self, error: WeightcastError) -> None:
         """Ends the session, if it is open."""
         event_loop.run(self._link.abort(str(error)))
-        self._link.end()
 
     def peer_moved_on(self) -> bool:
         """True if the peer serves another proven version now than the one that this attempt copied."""

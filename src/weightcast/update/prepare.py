@@ -13,11 +13,13 @@ from typing import Any
 
 from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm import event_loop
+from weightcast.comm.run_steps import converse_on_loop
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import UpdateConfig
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.sent import CastSums, casts_of
 from weightcast.errors import WeightcastError
+from weightcast.transports.handles import handles_for
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.plan import TargetPlan
 from weightcast.update.finite import FiniteCheck
@@ -56,7 +58,7 @@ class Preparation:
             if not link.adapter.prepares:
                 continue
             way = _way_to(link.plan)
-            given = [link.shared(some) for some in shared] if not link.plan.near and not link.plan.reads else []
+            given = [handles_for(link, some) for some in shared] if not link.plan.near and not link.plan.reads else []
             key = way, *(id(one) for some in given for one in some)
             if key not in messages:
                 message = Prepare(
@@ -71,7 +73,8 @@ class Preparation:
             if messages[key][0].sources:
                 self.mapped.append(link)
             self._asked.append(link)
-            steps.append(link.prepare(link.adapter.prepare(messages[key][0]), timeout_s=config.timeout_s))
+            asking = link.adapter.prepare(messages[key][0])
+            steps.append(converse_on_loop(link.client, asking, timeout_s=config.timeout_s))
         self._answers: Sequence[Future[Ack]] = event_loop.submit(steps)
 
     def wait(self) -> Sequence[tuple[Link, Ack]]:

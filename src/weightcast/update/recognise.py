@@ -6,7 +6,7 @@ The packages of this process may differ from the server's, so they are not asked
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -19,6 +19,8 @@ from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable, 
 from weightcast.protocols import Kind
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.engine_info import EngineInfo
+
+_CONNECTIONS = 2  # which a balancer gives to two engines in turn
 
 
 def recognise(client: Client) -> EngineInfo:
@@ -104,3 +106,37 @@ def _located(client: Client, info: EngineInfo) -> EngineInfo:
         for rank, device in zip(info.ranks, known, strict=True)
     )
     return msgspec.structs.replace(info, ranks=ranks)
+
+
+async def ask_afresh_on_loop(
+    target: Target,
+    recognise: Callable[[Client], Awaitable[EngineInfo]],
+    *,
+    timeout_s: float,
+) -> EngineInfo:
+    """Asks over new connections whether a URL leads to one engine, and returns its description.
+
+    ConfigError says that it leads to several; a description that ``shows_restart`` is one by which that can be told.
+    Only a balancer that keeps this process with one of them goes unnoticed.
+    """
+    clients = [Client(target, timeout_s=timeout_s) for _ in range(_CONNECTIONS)]
+    try:
+        # One after the other: the second need not send the table of tensors that the first has sent.
+        infos = [await recognise(client) for client in clients]
+    finally:
+        for client in clients:
+            client.close()
+    named = dict.fromkeys(f"{info.engine} ({_identity(info)})" for info in infos)
+    if len({info.incarnation for info in infos}) > 1:
+        raise ConfigError(
+            f"{target.url} leads to more than one engine: new connections reached {' and '.join(named)}; one URL must "
+            "be one engine, or an update reaches only some of them",
+            hint="name each engine by its own address, not by that of a balancer before several (a Kubernetes Service, "
+            "for example)",
+        )
+    return infos[0]
+
+
+def _identity(info: EngineInfo) -> str:
+    pids = ", ".join(str(rank.pid) for rank in info.ranks if rank.pid)
+    return f"instance {info.instance[:40]}" if info.instance else f"processes {pids}"

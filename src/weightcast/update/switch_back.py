@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from weightcast.errors import TargetError, TargetRejected, VerificationFailed, WeightcastError
 from weightcast.transports.blame import try_each
 from weightcast.transports.link import Link
-from weightcast.transports.outcome import Outcome
 
 
-def switch_back(
-    links: Sequence[Link], outcomes: Mapping[str, Outcome], *, version: int, reason: str, timeout_s: float
-) -> str:
+def switch_back(links: Sequence[Link], *, version: int, reason: str, timeout_s: float) -> str:
     """Switches back every target that has switched, and notes in its outcome what came of it.
 
     ``version`` is the one that the update was to bring; ``timeout_s`` limits one answer.  Returns a clause for the
     error's text; empty if no target had switched.
     """
-    switched = [link for link in links if outcomes[link.url].committed is not None]
     # Old weights would not mend an engine that computes otherwise than the trainer.
-    switched = [link for link in switched if not outcomes[link.url].answers_otherwise]
+    switched = [link for link in links if link.session.committed is not None and not link.outcome.answers_otherwise]
     if not switched:
         return ""
-    errors = try_each(lambda link: _revert(link, outcomes[link.url], version, reason, timeout_s), switched)
+    errors = try_each(lambda link: _revert(link, version, reason, timeout_s), switched)
     back = [link.url for link, error in zip(switched, errors, strict=True) if error is None]
     stay = [link.url for link, error in zip(switched, errors, strict=True) if error is not None]
     if not back:
@@ -33,16 +29,16 @@ def switch_back(
             continue
         if not isinstance(error, WeightcastError):
             raise error
-        outcome = outcomes[link.url]
+        outcome = link.outcome
         outcome.ahead = not outcome.in_doubt
         outcome.failed = outcome.failed or error
     words = f"; switched back to the version before: {', '.join(back)}"
     return f"{words}; could not be switched back: {', '.join(stay)}" if stay else words
 
 
-async def _revert(link: Link, outcome: Outcome, version: int, reason: str, timeout_s: float) -> None:
+async def _revert(link: Link, version: int, reason: str, timeout_s: float) -> None:
     """Switches one target back and compares its weights with those that it served before."""
-    before = link.info
+    before, outcome = link.info, link.outcome
     if not link.can_revert:
         raise TargetError(
             f"{link.url} serves version {version} and cannot go back: {before.engine} keeps no second set of weights",

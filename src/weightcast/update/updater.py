@@ -23,11 +23,11 @@ from weightcast.comm.nccl import settings_here
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.config import Target, UpdateConfig, check_version
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.fleet.health import TargetHealth
-from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport, count_of
 from weightcast.runtime.gc_pause import gc_paused
+from weightcast.transports.health import TargetHealth
+from weightcast.transports.link import leave_all
 from weightcast.transports.plan import UpdatePlan
 from weightcast.update.arguments import (
     Model,
@@ -49,6 +49,7 @@ from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult, Failure, RankDevice, least_free_bytes
 from weightcast.update.recognise import recognise_on_loop
+from weightcast.update.roster import Roster
 from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import Connecting, run_watched, tell_targets
@@ -318,7 +319,7 @@ class WeightUpdater:
         if not result.again:
             return None
 
-        return self._watched(self._transact, self._head.version if self._head is not None else 0)
+        return self._watched(self._transact, self._head.run.version if self._head is not None else 0)
 
     def release(self) -> None:
         """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.
@@ -332,7 +333,7 @@ class WeightUpdater:
     def _let_go(self) -> None:
         self._enter(looks=False)  # it needs no weights
         if self._head is not None:
-            self._head.release()
+            leave_all(self._head.members.links)
         if self._stream is not None:
             self._stream.release()
         self._ranks.hear(AttemptResult())
@@ -471,7 +472,7 @@ class WeightUpdater:
         except WeightcastError as error:
             if error is not self._heard:
                 raise
-            result = self._ranks.hear(before.refuse(error) if before is not None else AttemptResult())
+            result = self._ranks.hear(before.fail(error) if before is not None else AttemptResult())
             assert result.failure is not None
             raise self._all_heard(result.failure.rebuild(result.report)) from error
 
@@ -488,10 +489,15 @@ class WeightUpdater:
             seats = [msgspec.json.decode(place, type=RankDevice) for place in places]
             try:
                 if self._roster is None:
-                    self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=self._recognise)
+                    self._roster = Roster(
+                        self._targets,
+                        timeout_s=self._config.timeout_s,
+                        recognise=self._recognise,
+                        events=self._events,
+                    )
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
-                head = Head(self._targets, self._roster, self._planner(seats), before=self._head, events=self._events)
+                head = Head(self._targets, self._roster, self._planner(seats), self._events)
                 result = head.choose()
                 self._roster.check_one_engine_each()
                 assert result.plan is not None
@@ -531,13 +537,15 @@ class WeightUpdater:
         if result.failure is not None:
             raise self._all_heard(result.failure.rebuild())
         if self._head is not None:
-            self._head.meet_ahead()
+            self._head.members.meet_ahead()
 
     def _use(self, plan: UpdatePlan, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
         """Makes the stream of buckets for the head's plan, with layouts that are known already.  Collective."""
         if self._stream is not None:
             self._stream.close()  # other targets and transports may need other buffers
         self._plan = plan
+        if self._head is not None:
+            self._head.members.use(plan)
         num_mapped = 0
         if plan.mapped:
             layouts, num_mapped = layouts_in_place(
@@ -572,7 +580,7 @@ class WeightUpdater:
             self._use(result.plan)  # a transport gave way
             self._settled = True
             if self._head is not None:
-                self._head.add_phase("recover", time.monotonic() - began)
+                self._head.run.add_phase("recover", time.monotonic() - began)
         if result.report is not None:
             known = [row.version_after for row in result.report.targets if row.version_after is not None]
             self._served = max(known, default=self._served)

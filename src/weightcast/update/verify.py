@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weightcast.comm.run_steps import converse_on_loop
-from weightcast.config import UpdateConfig
+from weightcast.digest.definition import unequal
 from weightcast.digest.sent import Sent, SentDigests, gathered_otherwise
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
 from weightcast.protocols import Exporter
-from weightcast.transports.blame import raise_together, try_each
+from weightcast.transports.blame import raise_together, run_each, try_each
 from weightcast.transports.link import Link
-from weightcast.transports.outcome import Outcome, arrived, received_otherwise
-from weightcast.transports.preflight import check_read_back
 from weightcast.update.finite import FiniteCheck, checks_finite
 from weightcast.update.members import Members
 from weightcast.update.prepare import SendPlan
+from weightcast.update.roster import Roster
+from weightcast.update.sessions import commit_again
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import TensorSpec
 
 
 class WeightsChanged(ConfigError):
@@ -33,9 +32,9 @@ class WeightsChanged(ConfigError):
 class Verifier:
     """The digests of one update, and the comparisons with each target's answers."""
 
-    def __init__(self, members: Members, config: UpdateConfig, exporter: Exporter, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, members: Members, exporter: Exporter) -> None:
         self._members = members
-        self._config = config
+        self._config = members.config
         self._exporter = exporter
         self._unsummed = tuple(exporter.unsummed())
         self._unsummed_names = frozenset(self._unsummed)
@@ -45,6 +44,10 @@ class Verifier:
         self._sent = Sent()
         self._served = Sent()
         self._must_be: str | None = None
+
+    @property
+    def _wants_resident(self) -> bool:
+        return self._config.verify in ("resident", "behaviour")
 
     @property
     def unsummed(self) -> tuple[str, ...]:
@@ -73,7 +76,7 @@ class Verifier:
         if self._config.verify == "none":
             return
         casts = plan.casts(kept)
-        if self._config.verify in ("resident", "behaviour"):
+        if self._wants_resident:
             casts.prepare(plan.tables.layouts, device)
         if casts or self._unsummed or _mute(links):
             plan.sums.prepare(device)
@@ -87,11 +90,10 @@ class Verifier:
 
     def open(self, plan: SendPlan, links: Sequence[Link]) -> bool:
         """Prepares an attempt; True if ranks with a bucket must sum it, as an engine cannot say what it received."""
-        proven = self._config.verify in ("resident", "behaviour")
         mute = _mute(links)
         self._finite = plan.finite
         self._digests = SentDigests(
-            plan.casts([link.info.specs for link in links]) if proven else None,
+            plan.casts([link.info.specs for link in links]) if self._wants_resident else None,
             sums=plan.sums,
             unsummed=None if mute else self._unsummed_names,
         )
@@ -117,21 +119,26 @@ class Verifier:
         """Frees the memory that the digests took."""
         self._digests.release()
 
-    def compare_received(
-        self,
-        sent: Sent,
-        links: Sequence[Link],
-        outcomes: Mapping[str, Outcome],
-        *,
-        version: int,
-        close_by_name: Callable[[Link], Coroutine[Any, Any, Ack]],
-    ) -> None:
-        """Compares each target's answer to Close, which all have given, with what was sent.
+    def check_tried(self, version: int, tried: Mapping[int, str | None]) -> None:
+        """Raises WeightsChanged if engines may have switched to other weights under this number, however that ended."""
+        digest = self.digest
+        if version not in tried or (digest is not None and digest == tried[version]):
+            return
+        words = "with other weights" if digest is not None else "and no digest says whether with these weights"
+        raise WeightsChanged(
+            f"version {version} was sent before, {words}: engines may have served it",
+            hint=f"call update() without a number, which counts on, or update(version={max(tried) + 1})",
+        )
 
-        ``close_by_name`` asks a target again, for the digest of each tensor.  It raises ConfigError if the weights are
-        not those of the version that targets were to be brought to, else the errors of targets that received something
-        else.
+    def close_all(self, sent: Sent, links: Sequence[Link], version: int) -> None:
+        """Tells every target that everything was sent, and compares what each has received.
+
+        It raises ConfigError if the weights are not those of the version that targets were to be brought to, else the
+        errors of targets that received something else.
         """
+        told: dict[str, Any] = {"buckets": self._members.carriers.num_buckets, "timeout_s": self._config.timeout_s}
+        # A target that knew the number of buckets closed with the last one.
+        run_each(lambda link: link.close(**told), [link for link in links if link.session.closed is None])
         self._sent = sent
         # One version with two sets of weights is what versions are there to prevent.
         if self._must_be is not None and self.digest != self._must_be:
@@ -142,81 +149,81 @@ class Verifier:
         asked = [link for link in links if sent and "received" in link.adapter.proves]
         wrong: list[Link] = []
         for link in asked:
-            ack = link.closed
-            assert ack is not None
-            if arrived(link, ack, sent, kept_only=self._members.plan.scattered):
-                outcomes[link.url].received(ack, sent)
+            ack = _closed(link)
+            if _arrived(link, ack, sent, kept_only=self._members.plan.scattered):
+                link.outcome.received(ack, sent)
             else:
                 wrong.append(link)
         if wrong:
-            raise_together(self._blame(wrong, asked, sent, close_by_name))
+            unanswered = try_each(lambda link: link.close(**told, by_name=True), wrong)
+            raise_together(self._blame(dict(zip(wrong, unanswered, strict=True)), asked, sent))
 
     def _blame(
-        self,
-        wrong: Sequence[Link],
-        asked: Sequence[Link],
-        sent: Sent,
-        close_by_name: Callable[[Link], Coroutine[Any, Any, Ack]],
+        self, wrong: Mapping[Link, BaseException | None], asked: Sequence[Link], sent: Sent
     ) -> Sequence[BaseException]:
-        """Returns one error for the gather if the gather is at fault, else one error for each target."""
-        unanswered: list[BaseException] = []
-        acks: list[Ack] = []
-        differing: list[VerificationFailed] = []
-        for link, error in zip(wrong, try_each(close_by_name, wrong), strict=True):
-            if error is not None:
-                unanswered.append(error)
-                continue
-            ack = link.closed
-            assert ack is not None
-            acks.append(ack)
-            gathers = self._members.gathers
-            differing.append(received_otherwise(link, ack, sent, gathers=gathers))
+        """Returns one error for the gather if the gather is at fault, else one error for each target.
+
+        Those that are ``wrong`` were asked again, by name; they have what kept them from answering.
+        """
+        unanswered = [error for error in wrong.values() if error is not None]
+        gathers, scattered = self._members.gathers, self._members.plan.scattered
+        acks = {link: _closed(link) for link, error in wrong.items() if error is None}
+        differing = [_received_otherwise(link, ack, sent, gathers=gathers) for link, ack in acks.items()]
         if differing:
             names = differing[0].names
-            scattered = self._members.plan.scattered  # then no buffer has whole tensors
-            lying = [] if scattered else self._digests.lying_otherwise(names, self._sources)
+            lying = [] if scattered else self._digests.lying_otherwise(names, self._sources)  # no buffer is whole then
             if lying:
                 return [gathered_otherwise(lying, "the bucket of trainer rank 0")]
-            received = [ack.received.get(name) for ack in acks for name in names]
+            received = [ack.received.get(name) for ack in acks.values() for name in names]
             alike = received == received[: len(names)] * len(acks) and None not in received
-            ranks = sum(ack.received_ranks for ack in acks)
+            ranks = sum(ack.received_ranks for ack in acks.values())
             everybody = sum(link.info.tp_size for link in asked)
             if alike and ranks == everybody > 1 and len(self._members.plan.receivers) == 1:
                 return [gathered_otherwise(names, f"what all {ranks} engine ranks received alike")]
         return [*unanswered, *differing]
 
-    def check_opened(self, link: Link, ack: Ack) -> None:
-        """Checks a target's answer to Open, or to the plan at ``connect``: as ``check_read_back``."""
-        check_read_back(link, ack.unproven, self._config)
-
-    async def commit(
-        self, link: Link, outcome: Outcome, sent: Sent, ask_again: Callable[[WeightcastError], Awaitable[Ack]]
-    ) -> None:
-        """Commits one target, and compares the weights that it keeps with those that were sent.
-
-        ``ask_again`` returns the answer of a target whose answer was lost, or raises.
-        """
-        wanted = self._config.verify in ("resident", "behaviour")
-        proves = wanted and "resident" in link.adapter.proves
+    async def commit(self, link: Link, sent: Sent, roster: Roster) -> None:
+        """Commits one target, and compares the weights that it keeps with those that were sent."""
         if link.adapter.sees_change:
-            link.adapter.expect_change(link.digest is not None and bool(sent) and link.digest != self.digest)
-        specs, unproven = link.info.specs, frozenset[str](link.closed.unproven if link.closed is not None else ())
+            before = link.start.digest
+            link.adapter.expect_change(before is not None and bool(sent) and before != self.digest)
+        closed, specs = link.session.closed, link.info.specs
+        unproven = frozenset[str](closed.unproven if closed is not None else ())
         proven = sum(spec.name not in unproven for spec in specs) if unproven else len(specs)
+        proves = self._wants_resident and "resident" in link.adapter.proves
         digest = sent.digest_kept(specs, without=unproven) if proves and proven else ""
         try:
             ack = await link.commit(digest, timeout_s=self._config.timeout_s)
         except (TargetRejected, TargetUnreachable):
             raise  # the target has not switched
         except WeightcastError as error:
-            ack = await ask_again(error)
-        outcome.resident(link, ack, digest, proven)
-        level = "resident" if wanted else self._config.verify
+            ack = await commit_again(link, roster, error, timeout_s=self._config.timeout_s)
+        self.compare_kept(link, ack, digest, proven)
+
+    def compare_kept(self, link: Link, ack: Ack, digest: str, proven: int) -> None:
+        """Compares the weights that a target keeps with those that were sent; VerificationFailed if they differ.
+
+        ``ack`` answers Commit.  ``digest`` is that of the ``proven`` tensors together; empty for no proof.
+        """
+        outcome = link.outcome
+        outcome.message = ack.message
+        if digest and ack.digest != digest:
+            raise VerificationFailed(
+                f"{link.url} keeps something else than was sent: the digest of all is {ack.digest or 'missing'} there, "
+                f"and {digest} here",
+                url=link.url,
+                names=(),
+            )
+        if digest:
+            outcome.resident(ack, digest, proven)
+        level = "resident" if self._wants_resident else self._config.verify
         if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
             can = 'it answers with log-probabilities: verify="behaviour"'
             outcome.add(f"{link.info.engine} cannot prove that the new weights are {level}; {can}")
 
-    def not_compared(self, link: Link, outcome: Outcome, why: str) -> None:
+    def not_compared(self, link: Link, why: str) -> None:
         """Notes why a target's behaviour could not be compared; where the caller is ``strict``, the target fails."""
+        outcome = link.outcome
         if not self._config.strict:
             outcome.add(why)
             return
@@ -228,14 +235,14 @@ class Verifier:
             hint='mend what it names, or leave strict out (--strict), or write verify="resident"',
         )
 
-    async def compare_scores(self, link: Link, outcome: Outcome, tokens: Sequence[int], mine: Sequence[float]) -> None:
-        """Compares a target's log-probabilities with the trainer's; the outcome takes the result."""
-        tolerance = self._config.behaviour_tolerance
+    async def compare_scores(self, link: Link, tokens: Sequence[int], mine: Sequence[float]) -> None:
+        """Compares a target's log-probabilities with the trainer's; its outcome takes the result."""
+        outcome, tolerance = link.outcome, self._config.behaviour_tolerance
         try:
             theirs = await converse_on_loop(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
             apart = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
         except (WeightcastError, ValueError) as error:
-            self.not_compared(link, outcome, f"could not compare behaviour: {error}")
+            self.not_compared(link, f"could not compare behaviour: {error}")
             return
         # ``max`` passes over a NaN.
         off = max(apart) if all(map(math.isfinite, apart)) else math.inf
@@ -256,3 +263,69 @@ class Verifier:
 def _mute(links: Sequence[Link]) -> bool:
     """True if one of the engines cannot say what it received."""
     return any("received" not in link.adapter.proves for link in links)
+
+
+def _closed(link: Link) -> Ack:
+    """A target's answer to Close."""
+    ack = link.session.closed
+    assert ack is not None
+    return ack
+
+
+def _arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool) -> bool:
+    """Returns True if every rank received exactly what was sent.
+
+    With ``kept_only`` ranks receive no more than they keep, so only tensors that the engine keeps are compared: by one
+    digest, or by name where Close asked for that.
+    """
+    if kept_only and not ack.received:
+        same = ack.received_all == sent.digest_received(link.info.specs)
+    elif kept_only:
+        kept = {spec.name for spec in link.info.specs}
+        same = not unequal({name: digest for name, digest in sent.received.items() if name in kept}, ack.received)
+    elif ack.received_all:
+        same = ack.received_all == sent.of_all
+    else:
+        same = not unequal(sent.received, ack.received)
+    return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
+
+
+def _received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> VerificationFailed:
+    """Returns the error for a target that received something else; no target has switched.
+
+    ``ack`` answers Close by name.  ``gathers`` says that buckets are gathered from several trainer ranks, so that the
+    gather may be at fault.
+    """
+    names = unequal(sent.received, ack.received) or list(ack.mismatched)
+    what = "the trainer ranks hold" if gathers else "was sent"
+    where = "; the gather among trainer ranks or the transfer to this engine is at fault" if gathers else ""
+    return VerificationFailed(
+        f"{link.url} received something else than {what}: {', '.join(names[:6])} "
+        f"({ack.received_ranks} of {link.info.tp_size} ranks agree){where}",
+        url=link.url,
+        names=names,
+        hint="no engine has switched; a bit flipped in the transfer, or a buffer was reused too early",
+    )
+
+
+def check_alike(links: Sequence[Link]) -> None:
+    """Checks that engines with the same weights before the update have the same weights after it.
+
+    It compares the engines' own checksums, which are comparable only among engines of one kind, version and size.  So
+    it finds an engine that has not loaded what the others have, but no error that all of them share.  It raises
+    VerificationFailed, or TargetsFailed for several.
+    """
+    alike: dict[tuple[str, int, str], tuple[Link, str]] = {}
+    wrong = list[VerificationFailed]()
+    for link in links:
+        opened, committed = link.session.opened, link.session.committed
+        if opened is None or committed is None or not opened.checksum or not committed.checksum:
+            continue
+        first, after = alike.setdefault(
+            (link.info.engine, link.info.tp_size, opened.checksum), (link, committed.checksum)
+        )
+        if committed.checksum != after:
+            words = f"{link.url} and {first.url} had the same weights before this update and have different ones now"
+            hint = "one of the two has not loaded what was sent: their own checksums of all weights differ"
+            wrong.append(VerificationFailed(words, url=link.url, names=(), hint=hint))
+    raise_together(wrong)

@@ -13,9 +13,9 @@ import msgspec
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import WeightcastError
-from weightcast.fleet.health import TargetHealth
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import Timeline
+from weightcast.transports.health import TargetHealth
 from weightcast.watch.events import TargetNow, TargetsChanged, UpdateEnded, UpdateOutcome, UpdateStarted
 from weightcast.watch.listeners import Events
 from weightcast.watch.recording import RankEnd, Recording

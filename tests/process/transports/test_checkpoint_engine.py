@@ -23,6 +23,7 @@ from tests.helpers.clock import PATIENCE_S
 from weightcast.comm.shared_buckets import TorchMemory
 from weightcast.errors import ConfigError, TargetLost
 from weightcast.transports.checkpoint_engine import CheckpointEngineCarrier
+from weightcast.transports.session import LinkSession
 
 zmq = pytest.importorskip("zmq")
 NOBODY = 65534
@@ -46,12 +47,10 @@ class Engine:
         self.heard: list[object] = []
         self.link: Any = SimpleNamespace(
             url="http://engine",
-            sent=0,
-            silent=False,
+            session=LinkSession(),
             info=SimpleNamespace(ranks=[SimpleNamespace(rank=0, device="cpu")]),
             adapter=SimpleNamespace(handles=self.told),
             touch=lambda: None,
-            took_over=lambda: None,
             ask=lambda kind, steps, timeout_s: asyncio.to_thread(self.over.wait, PATIENCE_S),
         )
 

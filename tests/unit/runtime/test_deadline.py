@@ -21,6 +21,7 @@ from weightcast.runtime.deadline import Deadline
 from weightcast.transports import link as link_module
 from weightcast.transports.ipc import MemoryCarrier
 from weightcast.transports.link import Link, margin_s
+from weightcast.transports.session import LinkSession
 from weightcast.wire.answers import Ack
 
 
@@ -110,6 +111,9 @@ class Adapter:
     in_flight = 2
     leased = True
 
+    def renew(self, info: object) -> None:
+        pass
+
     def bucket(self, session: str, layout: Any, **_: object) -> Any:
         yield EngineRequest(path=f"/bucket/{layout.index}", body=b"{}")
         return Ack(ok=True, state="updating")
@@ -127,14 +131,14 @@ LIMIT_S = TIMEOUT_S + margin_s(TIMEOUT_S)
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> dict[int, Deadline]:
     """The deadline of each bucket's request, by its index."""
     found: dict[int, Deadline] = {}
-    timed = Link._timed
+    converse = Link._converse
 
-    async def noting(self: Link, kind: str, steps: Any, limit: Any, bucket: int | None = None) -> Ack:
+    async def noting(self: Link, kind: str, steps: Any, limit: Any, bucket: Any = None, **more: Any) -> Ack:
         if bucket is not None:
             found[bucket] = limit
-        return await timed(self, kind, steps, limit, bucket)
+        return await converse(self, kind, steps, limit, bucket, **more)
 
-    monkeypatch.setattr(Link, "_timed", noting)
+    monkeypatch.setattr(Link, "_converse", noting)
     return found
 
 
@@ -147,7 +151,8 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, MemoryCarrier, Link]]:
     info: Any = SimpleNamespace(staging="device")
     adapter: Any = Adapter()
     target = Target(f"http://127.0.0.1:{engine.server_port}")
-    link = Link(client=Client(target, timeout_s=PATIENCE_S), adapter=adapter, info=info)
+    link = Link(client=Client(target, timeout_s=PATIENCE_S))
+    link.meet(info, lambda _: adapter)
     transport = MemoryCarrier([link], timeout_s=TIMEOUT_S)
     for index in range(2):
         bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=index))
@@ -174,7 +179,7 @@ def test_deadline_of_a_bucket_counts_from_the_answer_to_the_bucket_before(
         answer.set()
         wait_until(lambda index=index: transport._pump._sending[index].done(), f"the answer to bucket {index}")
     transport.drain()
-    assert link.sent == 2
+    assert link.session.sent == 2
 
 
 def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
@@ -184,7 +189,7 @@ def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
     clock.move(0.9 * LIMIT_S)
     engine.answers[0].set()
     wait_until(lambda: transport._pump._sending[0].done(), "the answer to bucket 0")
-    assert link.sent == 1
+    assert link.session.sent == 1
     clock.move(1.1 * LIMIT_S)
     with pytest.raises(TargetLost, match="no answer to bucket 1 within 1 s"):
         transport.drain()
@@ -202,7 +207,7 @@ def test_silent_engine_costs_one_deadline_and_not_one_for_each_bucket(
         with pytest.raises(TargetLost, match=f"no answer to bucket {index} within 1 s"):
             one.result(PATIENCE_S)
     transport.settle()
-    assert link.silent
+    assert link.session.overdue
 
 
 def test_engine_that_was_silent_to_the_end_of_its_session_is_not_waited_for_again(monkeypatch) -> None:
@@ -213,10 +218,10 @@ def test_engine_that_was_silent_to_the_end_of_its_session_is_not_waited_for_agai
         raise DeadlineExceeded(who="engine", waiting_for=steps, timeout_s=timeout_s)
 
     monkeypatch.setattr(link_module, "converse_on_loop", never)
-    adapter: Any = SimpleNamespace(leased=True, abort=lambda *_: "abort", leave=lambda *_: "leave")
+    adapter: Any = SimpleNamespace(leased=True, renew=id, abort=lambda *_: "abort", leave=lambda *_: "leave")
     info: Any = SimpleNamespace(staging="device")
-    link = Link(client=Client(Target("http://127.0.0.1:9"), timeout_s=1.0), adapter=adapter, info=info, session="s")
-    link.silent = True
+    link = Link(client=Client(Target("http://127.0.0.1:9"), timeout_s=1.0), session=LinkSession(id="s", overdue=True))
+    link.meet(info, lambda _: adapter)
     for one in (link.abort("lost"), link.leave("group"), link.leave(None)):
         event_loop.run(one)
     assert [what for what, _ in limits] == ["abort", "leave", "leave"]

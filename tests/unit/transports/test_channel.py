@@ -24,6 +24,7 @@ from weightcast.transports import blame as blame_module
 from weightcast.transports import channel as channel_module
 from weightcast.transports.channel import Channel
 from weightcast.transports.plan import TargetPlan
+from weightcast.transports.session import LinkSession
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import GROUP_FAILED
 from weightcast.wire.engine_info import EngineInfo, RankInfo
@@ -137,11 +138,11 @@ class Group:
 class Answering:
     """A target that answers to the first bucket when it is told to, and to later ones that its group has failed."""
 
-    stages, sent = True, 0
+    stages = True
 
     def __init__(self, url: str, group: Group, answers: threading.Event, error: Exception | None = None) -> None:
         self.url = url
-        self.session = "s"
+        self.session = LinkSession(id="s")
         self.info = engine_info(1)
         self.plan, self.members = TargetPlan(), (0,)
         self.events = Events()
@@ -151,8 +152,6 @@ class Answering:
         self._group, self._answers, self._error = group, answers, error
 
     def touch(self) -> None: ...
-
-    def took_over(self) -> None: ...
 
     async def leave(self, group: str | None) -> None: ...
 
@@ -238,7 +237,7 @@ class Member:
         gives_up: threading.Event | None = None,
     ) -> None:
         self.url = f"http://{name}"
-        self.session = ""
+        self.session = LinkSession()
         self.group_rank = 0
         self.info = engine_info(tp)
         self.plan, self.members = TargetPlan(), tuple(range(tp))

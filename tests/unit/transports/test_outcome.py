@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.helpers.roster import info
+from tests.helpers.roster import info, link_to
 from weightcast.errors import TargetLost, TargetUnreachable
-from weightcast.transports.outcome import Outcome
+from weightcast.transports.session import Outcome
 
 URL = "http://127.0.0.1:1"
 SERVED = msgspec.structs.replace(info("native"), version=7)
@@ -23,8 +23,10 @@ SERVED = msgspec.structs.replace(info("native"), version=7)
     ],
 )
 def test_row_after_a_lost_answer_to_commit_claims_no_version_as_proven(now, status, version_after) -> None:
-    outcome = Outcome(info=SERVED, failed=TargetLost(f"{URL}: no answer to commit", url=URL), in_doubt=True)
-    row = outcome.row(URL, now)
+    link = link_to(SERVED, URL)
+    link.outcome = Outcome(info=SERVED, failed=TargetLost(f"{URL}: no answer to commit", url=URL), in_doubt=True)
+    link.answered(now, waited=True)
+    row = link.row()
     assert (row.status, row.version_before, row.version_after) == (status, 7, version_after)
     assert (row.proof, row.digest, row.digests_matched) == ("none", None, 0)
     assert "no answer to commit" in row.message

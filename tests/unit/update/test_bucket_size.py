@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.roster import members_of
+from tests.helpers.roster import Connecting, members_of
 from tests.unit.update.test_mixed_choice import engine
 from weightcast import protocols
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError, TargetRejected
 from weightcast.exporters.memory_estimate import WORK_BYTES, default_bucket_bytes, peak_bytes
 from weightcast.update import diagnose
-from weightcast.update.members import Members
 from weightcast.update.messages import RankDevice, least_free_bytes
 from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets, total_bytes
@@ -101,7 +100,7 @@ def test_a_bucket_holds_the_largest_tensor_that_may_not_be_cut(large):
 # -- connect
 
 
-def plan_of(infos: Any, places: list[str], specs: Any, **options: Any) -> Members:
+def plan_of(infos: Any, places: list[str], specs: Any, **options: Any) -> Connecting:
     device = torch.device("cpu" if places[0] == "cpu" else "cuda:0")
     return members_of(infos, places, specs=specs, exporter=Exporter(device), **options)
 

@@ -12,14 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from tests.helpers.roster import info, members_of
+from tests.helpers.roster import Connecting, info, members_of
 from weightcast.comm import nccl
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError
 from weightcast.transports.preflight import choose_transport
 from weightcast.transports.topology import Topology
 from weightcast.update import diagnose
-from weightcast.update.members import Members
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.nccl_settings import NcclSettings
 
@@ -54,7 +53,7 @@ def plan_of(
     places: list[str],
     nccl: NcclSettings | list[NcclSettings] | None = None,
     **options: Any,
-) -> Members:
+) -> Connecting:
     return members_of(infos, places, nccl=nccl if isinstance(nccl, list) else [nccl] * len(places), **options)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -11,22 +10,20 @@ import msgspec
 import pytest
 import torch
 
-from tests.helpers.roster import SPECS, Bare, Roster, info
+from tests.helpers.roster import SPECS, info, link_to, members_of, planner_of, roster_of
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import TorchMemory, memory_of_ranks
-from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable
-from weightcast.transports.link import Link
-from weightcast.transports.outcome import Outcome
+from weightcast.config import UpdateConfig
+from weightcast.errors import ConfigError, TargetRejected
 from weightcast.transports.plan import TargetPlan
 from weightcast.transports.preflight import check_places
 from weightcast.transports.registry import spec_of
+from weightcast.transports.session import Outcome
 from weightcast.transports.topology import Topology
-from weightcast.update.choose import Planner
 from weightcast.update.head import Head
 from weightcast.update.sessions import open_message
-from weightcast.wire.answers import Ack
+from weightcast.wire.answers import MAPPING_FAILED, Ack
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
@@ -35,7 +32,7 @@ from weightcast.wire.plans import UpdateTables
 
 @pytest.mark.parametrize(("kinds", "told"), [(("native",), (32, 16)), (("native", "vllm"), ()), (("sglang",), ())])
 def test_open_has_bucket_sizes_only_if_two_buckets_may_be_in_flight(kinds, told):
-    links: Any = [SimpleNamespace(adapter=adapter_for(info(kind)), pause=None) for kind in kinds]
+    links = [link_to(info(kind)) for kind in kinds]
     plan = UpdateTables(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), (32, 16))
     message = open_message(UpdateConfig(), links, 1, plan)
     assert message.bucket_sizes == told
@@ -45,24 +42,23 @@ def test_open_has_bucket_sizes_only_if_two_buckets_may_be_in_flight(kinds, told)
 URL = "http://e"
 
 
-def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
-    exporter = Bare(torch.device("cpu"))
-    planner = Planner(config=UpdateConfig(**options), exporter=exporter, specs=SPECS, places=("cpu",))
-    roster: Any = Roster(infos)
-    head = Head([Target(url) for url in infos], roster, planner)
+def head_of(answers: dict[str, EngineInfo], **options: Any) -> Head:
+    roster = roster_of(answers)
+    head = Head([link.client.target for link in roster.links], roster, planner_of(**options))
     head.begin(1)
     return head
 
 
 def scored(
-    head: Any, theirs: list[float] | Exception, mine: list[float], monkeypatch: pytest.MonkeyPatch, why_not: str = ""
+    head: Head, theirs: list[float] | Exception, mine: list[float], monkeypatch: pytest.MonkeyPatch, why_not: str = ""
 ) -> Any:
     """Returns the head's result for an engine that has switched and proved its weights."""
     plan, described = TargetPlan(url=URL, transport="broadcast"), info("native")
-    link = Link(client=head._roster.client(URL), adapter=adapter_for(described), info=described, plan=plan)
-    head.sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
-    outcome = head._outcomes[URL]
-    outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
+    [link] = head._links = head.members.links
+    link.meet(described, adapter_for)
+    link.plan, link.outcome = plan, Outcome(info=described, plan=plan, proof="resident")
+    link.health = link.health.answered(described).opened()
+    link.session.committed = Ack(ok=True, version=1, ranks=1)
     monkeypatch.setattr("weightcast.update.verify.converse_on_loop", AsyncMock(side_effect=[theirs]))
     return head.compare([5, 6, 7], mine, why_not)
 
@@ -79,8 +75,7 @@ def test_engine_with_other_logprobs_does_not_serve_the_new_version(theirs, mine,
     assert not decision.report.ok
     assert [(row.status, row.proof) for row in decision.report.targets] == [("quarantined", "none")]
     assert "answers otherwise" in decision.report.targets[0].message
-    assert [row.status for row in head._roster.rows] == ["quarantined"]
-    assert head._roster.current is None
+    assert [(row.state, row.active) for row in head._roster.health()] == [("quarantined", False)]
 
 
 def test_engine_with_the_same_logprobs_has_proof_behaviour(monkeypatch):
@@ -118,15 +113,12 @@ def test_strict_refuses_an_update_whose_behaviour_could_not_be_compared(
 
 
 def test_engine_that_was_away_at_connect_is_checked_when_it_returns():
-    away = info("native")
-    away = msgspec.structs.replace(away, specs=(TensorSpec(name="other", dtype="float32", shape=(8,)),))
-    head = head_of({URL: info("native"), "http://late": away}, on_failure="quarantine", transport="broadcast")
-    late = head._roster.infos.pop("http://late")
-    head._roster.infos["http://late"] = TargetUnreachable("not yet", url="http://late")
-    head.choose()
-    links = head._make_links({URL: head._roster.infos[URL], "http://late": late})
-    assert [link.url for link in links] == [URL]
-    assert "missing other" in str(head._outcomes["http://late"].failed)
+    other = msgspec.structs.replace(info("native"), specs=(TensorSpec(name="other", dtype="float32", shape=(8,)),))
+    away = TargetRejected("it still starts", url="http://late")
+    connecting = members_of({URL: info("native"), "http://late": away}, on_failure="quarantine", transport="broadcast")
+    connecting.choose()
+    connecting.answers["http://late"] = other
+    assert "missing other" in str(connecting.take()["http://late"])
 
 
 def sglang(tp_size: int, instance: str) -> EngineInfo:
@@ -137,39 +129,41 @@ def sglang(tp_size: int, instance: str) -> EngineInfo:
 
 
 def test_engine_that_restarted_with_more_ranks_gets_a_new_adapter():
-    head = head_of({URL: sglang(2, "a")}, transport="ipc")
-    before = head._members.link(URL, sglang(2, "a"))
-    before.adapter._has_sessions = False
-    before.mixed = True
-    assert head._members.link(URL, sglang(2, "a")) is before
-    after = head._members.link(URL, sglang(4, "b"))
-    assert (after is before, after.mixed, after.adapter._has_sessions) == (False, False, None)
+    link = link_to(sglang(2, "a"), URL, TargetPlan(url=URL, transport="ipc"))
+    adapter: Any = link.adapter
+    adapter._has_sessions, link.start.mixed = False, True
+    link.meet(sglang(2, "a"), adapter_for)
+    assert (link.adapter is adapter, link.start.mixed, link.planned) == (True, True, True)
+    link.meet(sglang(4, "b"), adapter_for)
+    after: Any = link.adapter
+    assert (after is adapter, link.start.mixed, link.planned, after._has_sessions) == (False, False, False, None)
     memory = tuple(TorchMemory(kind="shm", device="cpu", size_bytes=1, handle=b"x") for _ in range(4))
-    assert len(memory_of_ranks(after.adapter.info, [memory])) == 4
+    assert len(memory_of_ranks(after.info, [memory])) == 4
 
 
 def test_changed_description_renews_the_adapter_and_keeps_it():
-    head = head_of({URL: sglang(2, "a")}, transport="ipc")
-    link = head._members.link(URL, sglang(2, "a"))
-    link.mixed = True
-    assert head._members.link(URL, msgspec.structs.replace(sglang(2, "a"), version=7)) is link
-    assert (link.mixed, link.adapter.info.version) == (True, 7)
+    link = link_to(sglang(2, "a"), URL)
+    adapter: Any = link.adapter
+    link.start.mixed = True
+    link.meet(msgspec.structs.replace(sglang(2, "a"), version=7), adapter_for)
+    assert (link.adapter is adapter, link.start.mixed, adapter.info.version) == (True, True, 7)
 
 
 def test_engine_that_restarted_with_the_same_ranks_needs_no_retarget():
-    head = head_of({URL: sglang(2, "a")}, transport="ipc")
-    assert head.choose().plan.opens == 2
-    links = head._make_links({URL: sglang(2, "b")})
-    assert [link.plan.opens for link in links] == [(0, 2)]
-    with pytest.raises(ConfigError, match="another engine than the buckets were planned for"):
-        head._make_links({URL: sglang(4, "c")})
+    connecting = members_of({URL: sglang(2, "a")}, transport="ipc")
+    assert connecting.choose().opens == 2
+    connecting.answers[URL] = sglang(2, "b")
+    assert not connecting.take()
+    assert connecting.links[URL].plan.opens == (0, 2)
+    connecting.answers[URL] = sglang(4, "c")
+    assert "another engine than the buckets were planned for" in str(connecting.take()[URL])
 
 
 def test_a_pause_that_an_engine_cannot_keep_is_refused_before_anything_moves():
     refusing = msgspec.structs.replace(sglang(1, "a"), no_pause={"retract": "a reason; do this instead"})
     with pytest.raises(ConfigError, match="pause='retract': a reason; do this instead"):
-        head_of({URL: refusing}, pause="retract", transport="broadcast").choose()
-    assert head_of({URL: refusing}, pause="abort", transport="broadcast").choose().plan.transport == "broadcast"
+        members_of({URL: refusing}, pause="retract", transport="broadcast").choose()
+    assert members_of({URL: refusing}, pause="abort", transport="broadcast").choose().transport == "broadcast"
 
 
 @pytest.mark.parametrize(
@@ -209,3 +203,25 @@ def test_engines_that_do_not_report_their_gpus_are_colocated_only_if_the_order_i
         for url, engine in engines.items()
     }
     check_places(spec_of("ipc"), Topology(infos=told, device=device, places=places))
+
+
+def test_update_fails_with_a_report_where_the_transport_that_is_left_does_not_fit(monkeypatch):
+    described = msgspec.structs.replace(info("native"), host_id=host_id(), transports=("ipc", "broadcast"))
+    head = head_of({URL: described})
+    plan = head.choose().plan
+    assert plan is not None
+    head.members.use(plan)
+    head._links = head.members.take(head.members.links)
+    head.members.carriers.failed = True
+
+    def check(specs: object, *, delivery: str, bucket_bytes: int) -> None:
+        if delivery == "group":
+            raise ConfigError("this engine takes no buckets in groups")
+
+    monkeypatch.setattr(head._links[0].adapter, "check", check)
+    result = head.fail(TargetRejected("cannot map", url=URL, status=MAPPING_FAILED))
+    assert result.failure is not None
+    assert result.failure.error == "UpdateFailed"
+    assert "takes no buckets in groups" in result.failure.text
+    assert result.report is not None
+    assert (result.report.transport, result.report.targets[0].transport) == ("ipc", "ipc")

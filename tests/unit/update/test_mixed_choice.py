@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.helpers.roster import info, members_of
+from tests.helpers.roster import Connecting, info, members_of
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, TargetsFailed, VerificationFailed
 from weightcast.transports.blame import engine_of
 from weightcast.transports.carriers import Carriers
-from weightcast.update.members import Members
+from weightcast.transports.handles import handles_for
 from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 
@@ -32,7 +32,7 @@ def engine(*devices: str, host: str | None = None, kind: str = "native", **more:
     return msgspec.structs.replace(info(kind), **(changes | more))
 
 
-def chosen(plan: Members, infos: dict[str, EngineInfo]) -> list[str]:
+def chosen(plan: Connecting, infos: dict[str, EngineInfo]) -> list[str]:
     return [plan.links[url].plan.transport for url in infos]
 
 
@@ -124,22 +124,26 @@ def test_engines_get_the_handles_of_their_own_host_and_others_a_broadcast():
     assert chosen(plan, infos) == ["ipc", "ipc", "broadcast"]
     assert (choice.receivers, choice.reading_hosts) == ((0, 2), ("a", "b"))
     buffers = [Shared(host="a"), Shared(host="b")]
-    assert [plan.links[url].shared(buffers) for url in (HERE, THERE)] == [[buffers[0]], [buffers[1]]]
-    assert plan.links[THERE].shared([Shared(), Shared()]) == [Shared(), Shared()]
+    assert [handles_for(plan.links[url], buffers) for url in (HERE, THERE)] == [[buffers[0]], [buffers[1]]]
+    assert handles_for(plan.links[THERE], [Shared(), Shared()]) == [Shared(), Shared()]
+
+
+LATE: dict[str, Any] = {"hosts": ("a", "b"), "on_failure": "quarantine"}
 
 
 @pytest.mark.parametrize("transport", ["auto", "ipc"])
 def test_engine_that_comes_late_to_a_host_without_buffers_goes_by_broadcast_or_is_refused(transport):
-    infos = {HERE: engine("cpu", host="a")}
-    plan = members_of(infos, ["cpu"] * 2, hosts=("a", "b"), transport=transport)
+    late = {HERE: engine("cpu", host="a"), THERE: engine("cpu", host="b"), THIRD: engine("cpu", host="a")}
+    away = TargetRejected("it still starts", url=THERE)
+    plan = members_of(late | dict.fromkeys([THERE, THIRD], away), ["cpu"] * 2, **LATE, transport=transport)
     assert plan.choose().receivers == (0,)
-    late = {HERE: infos[HERE], THERE: engine("cpu", host="b"), THIRD: engine("cpu", host="a")}
-    links, failed = plan.links_for(late)
+    plan.answers.update(late)
+    failed = plan.take()
     if transport == "auto":
         assert chosen(plan, late) == ["ipc", "broadcast", "ipc"]
         assert not failed
     else:
-        assert [link.url for link in links] == [HERE, THIRD]
+        assert list(failed) == [THERE]
         assert "runs on host b, for which no trainer rank fills buckets" in str(failed[THERE])
 
 

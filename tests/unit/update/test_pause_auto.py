@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.helpers.roster import info, members_of
+from tests.helpers.roster import Connecting, info, members_of
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.update.members import Members
 from weightcast.wire.engine_info import EngineInfo
 
 KEEPS, ENDS, BOTH = "http://keeps", "http://ends", ("http://keeps", "http://ends")
@@ -22,9 +21,9 @@ def engine(*refused: str) -> EngineInfo:
     return msgspec.structs.replace(info("native"), no_pause=dict.fromkeys(refused, ONLY_SLEEP))
 
 
-def pauses(plan: Members) -> dict[str, str | None]:
+def pauses(plan: Connecting) -> dict[str, str | None]:
     plan.choose()
-    return {url: link.pause for url, link in plan.links.items()}
+    return {url: link.start.pause for url, link in plan.links.items()}
 
 
 def test_the_default_keeps_requests_that_run_where_the_engine_can(caplog):

@@ -15,6 +15,7 @@ from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, Refused, TargetRejected
 from weightcast.plugins.rank_sockets import Hello, SwitchExecutor
+from weightcast.transports.handles import handles_for
 from weightcast.update import choose
 from weightcast.update.diagnose import _sharing
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED
@@ -82,7 +83,7 @@ def test_auto_takes_memory_for_the_ranks_on_the_trainers_host_and_a_broadcast_fo
     link = plan.links[HERE]
     assert (choice.transport, choice.receivers, choice.sharings) == ("ipc+broadcast", (0,), {"weightcast"})
     assert (link.plan.near, link.members) == ((1,), (0, 2))
-    [handle] = link.shared([Shared(memory=HANDLE)])
+    [handle] = handles_for(link, [Shared(memory=HANDLE)])
     message = announce_of("0" * 32, LAYOUT, group="g", shared=[handle])
     assert isinstance(message.source, ByRankSource)
     assert message.source.of(1) == IpcSource(handles=(HANDLE,))
@@ -104,7 +105,7 @@ def test_ranks_read_memory_of_their_own_hosts_if_each_has_trainer_ranks() -> Non
     assert [plan.links[url].plan.transport for url in infos] == ["ipc", "ipc+broadcast"]
     assert (choice.receivers, set(choice.reading_hosts)) == ((0, 2), {"a", "b"})
     buffers = [Shared(memory=HANDLE, host="a"), Shared(memory=OTHER, host="b")]
-    first, second = (plan.links[url].shared(buffers) for url in infos)
+    first, second = (handles_for(plan.links[url], buffers) for url in infos)
     assert [(item.memory, item.ranks) for item in first] == [(HANDLE, (0,)), (OTHER, (1,))]
     assert [(item.memory, item.ranks) for item in second] == [(OTHER, (0,))]
     source = announce_of("0" * 32, LAYOUT, group=None, shared=first).source
@@ -139,7 +140,7 @@ def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_other
         Shared(memory=HANDLE, host="a", legs={"a": (own,), "b": (), "": (own,)}),
         Shared(memory=OTHER, host="b", legs={"a": (other,), "b": (own, other), "": (other,)}),
     ]
-    message = announce_of("0" * 32, LAYOUT, group="g", shared=link.shared(buffers))
+    message = announce_of("0" * 32, LAYOUT, group="g", shared=handles_for(link, buffers))
     assert decode(encode(message)) == message
     source = message.source
     assert isinstance(source, LegsSource)

@@ -34,10 +34,8 @@ class Group:
 
 @pytest.mark.parametrize(("buckets", "waits"), [(0, 2), (1, 1)])
 def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(buckets: int, waits: int) -> None:
-    group, head = (
-        Group(),
-        SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda *_: None),
-    )
+    run = SimpleNamespace(add_phase=lambda *_: None)
+    group, head = Group(), SimpleNamespace(failed=True, run=run, exchange_failed=lambda *_: None)
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {
         "exporter": SimpleNamespace(device=torch.device("cpu"), plan=lambda *_: []),

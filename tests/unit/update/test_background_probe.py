@@ -13,10 +13,10 @@ from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetError, TargetUnreachable
-from weightcast.fleet import background_probe as module
-from weightcast.fleet import roster as roster_module
-from weightcast.fleet.background_probe import BackgroundProbe
-from weightcast.fleet.roster import Roster
+from weightcast.update import background_probe as module
+from weightcast.update import roster as roster_module
+from weightcast.update.background_probe import BackgroundProbe
+from weightcast.update.roster import Roster
 from weightcast.wire.engine_info import EngineInfo
 
 LONG_S = 1000.0  # longer than a test may take
@@ -260,11 +260,14 @@ def test_hasty_look_marks_no_target_silent(monkeypatch):
     url = "http://127.0.0.1:1"
     roster = Roster([Target(url)], timeout_s=LONG_S, recognise=recognise)
     try:
-        assert isinstance(roster.look(hasty=True)[url], TargetUnreachable)
+        [link] = roster.links
+        roster.look([link], hasty=True)
+        assert isinstance(link.answer, TargetUnreachable)
         roster._probes._open[url].asked_at -= 2 * LONG_S  # longer ago than any deadline
         timer = threading.Timer(0.2, awake.set)
         timer.start()
-        assert roster.look() == {url: INFO}
+        roster.look([link])
+        assert link.answer == INFO
         timer.join()
     finally:
         awake.set()

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from weightcast.comm import event_loop
-from weightcast.errors import DeadlineExceeded, TargetError, TargetUnreachable, WeightcastError
+from weightcast.errors import TargetError, TargetUnreachable, WeightcastError
+from weightcast.transports.link import is_silence
 
 Answer = TypeVar("Answer")
 _QUICK_ERROR_S = 0.5  # an error that takes longer is repeated in the background
@@ -146,8 +147,3 @@ class BackgroundProbe(Generic[Answer]):
         probe.asked_at, probe.repeated = asked_at, repeated
         probe.answer[:] = [answer]
         probe.answered.set()
-
-
-def is_silence(error: BaseException) -> bool:
-    """True for an error after which the engine may still be running: it passed a deadline."""
-    return isinstance(error, TargetUnreachable) and isinstance(error.__cause__, DeadlineExceeded | None)

@@ -1,1 +1,0 @@
-"""The targets of one trainer: probes, health and membership."""

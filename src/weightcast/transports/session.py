@@ -1,0 +1,200 @@
+"""The state of one target in one attempt at an update, and of its part in the whole update.
+
+Each is made anew and never reset: a late answer to an earlier attempt changes nothing of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weightcast.comm.http import Lease
+from weightcast.digest.sent import Sent
+from weightcast.errors import VerificationFailed, WeightcastError
+from weightcast.report import TargetReport, TargetStatus
+from weightcast.runtime.deadline import Deadline
+from weightcast.transports.plan import TargetPlan
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.messages import Commit
+
+Proof = Literal["none", "received", "partial", "resident", "behaviour"]
+UNPLANNED = TargetPlan()
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkSession:
+    """One attempt at an update of one target.
+
+    Attributes:
+        id: Id of the open session; empty without one.
+        load_s: Seconds that the target's slowest rank spent on copies.
+        verify_s: Seconds that the target's slowest rank spent on digests.
+        peak_extra_bytes: Most extra memory of any rank, in bytes.
+        sent: Number of buckets that the target has loaded.
+        overdue: True once the target has missed a deadline.
+        deaf: True if it is overdue, and has not answered a message that ends something either.
+        opened, committed: Answers to Open and Commit; None before them.
+        closed: Answer to Close, or to the last bucket if that answers Close too; None before it.
+        asked: The Commit; None before it is sent.
+        opening: Waits for the answer to Open.
+        limit_s: Deadline of one answer, in seconds.
+        answered_at: When each bucket was answered, as ``time.monotonic``, by index.
+        awaited: Deadline of each bucket that is not answered, by index.
+    """
+
+    id: str = ""
+    load_s: float = 0.0
+    verify_s: float = 0.0
+    peak_extra_bytes: int = 0
+    sent: int = 0
+    overdue: bool = False
+    deaf: bool = False
+    opened: Ack | None = None
+    closed: Ack | None = None
+    committed: Ack | None = None
+    asked: Commit | None = None
+    opening: asyncio.Task[Any] | None = None
+    limit_s: float = 30.0
+    lease: Lease | None = None
+    answered_at: dict[int, float] = field(default_factory=dict[int, float])
+    awaited: dict[int, Deadline] = field(default_factory=dict[int, Deadline])
+    _adding: threading.Lock = field(default_factory=threading.Lock)
+
+    def took_over(self, ack: Ack | None = None) -> None:
+        """Counts a bucket that the engine has loaded.  The answer to the last bucket may answer Close too."""
+        with self._adding:
+            self.sent += 1
+            if ack is not None and ack.closed:
+                self.closed = ack
+
+    def add_costs(self, ack: Ack) -> None:
+        """Adds up what a step took."""
+        with self._adding:  # answers to two buckets may arrive at once
+            self.load_s += ack.load_s
+            self.verify_s += ack.verify_s
+            self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
+
+    def turn_began(self, bucket: int) -> float | Deadline | None:
+        """Returns the time at which the bucket before was answered (``time.monotonic``).
+
+        Until then it returns that bucket's deadline.  The deadlines of two buckets may pass in either order, and a
+        silent engine is not waited for twice.  None if the bucket before was not announced yet.
+        """
+        if bucket == 0 or self.overdue:
+            return 0.0
+        answered_at = self.answered_at.get(bucket - 1)
+        return self.awaited.get(bucket - 1) if answered_at is None else answered_at
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One target in one update, across attempts.
+
+    Attributes:
+        info: The target's description when it was to take part; None if it did not answer.
+        failed: The failure of the target, which takes no part in the attempts that follow; None if it has not failed.
+        plan: How the target was to get the weights in its last attempt; without a transport if there was none.
+        proof: Highest level of proof that was reached.
+        digest: Returns the model digest at that level; empty without proof.  Called when the update is over.
+        matched: Number of engine ranks that agree with it.
+        proven: Number of tensors that were read back and equal what was sent.
+        in_doubt: True if the answer to Commit was lost and the target could not be asked again.
+        uncompared: True if its behaviour had to be compared with the trainer's and could not be.
+        reverted: The target's answer to Revert; None if it was not switched back.
+        ahead: True if the target serves the new version although others were switched back.
+        notes: Failures that did not fail the update.
+    """
+
+    info: EngineInfo | None = None
+    failed: WeightcastError | None = None
+    plan: TargetPlan = UNPLANNED
+    proof: Proof = "none"
+    digest: Callable[[], str] = str
+    matched: int = 0
+    proven: int = 0
+    in_doubt: bool = False
+    uncompared: bool = False
+    reverted: Ack | None = None
+    ahead: bool = False
+    notes: list[str] = field(default_factory=list[str])
+    message: str = ""
+
+    @property
+    def answers_otherwise(self) -> bool:
+        """True if the target keeps what was sent, but its log-probabilities differ from the trainer's."""
+        return isinstance(self.failed, VerificationFailed) and self.proof == "resident" and not self.uncompared
+
+    def add(self, words: str) -> None:
+        """Adds a remark for the report."""
+        self.message = f"{words}; {self.message}" if self.message else words
+
+    def received(self, ack: Ack, sent: Sent) -> None:
+        """Records that the target received exactly what was sent, according to its answer to Close."""
+        self.proof = "received"
+        self.matched = ack.received_ranks
+        self.digest = lambda: sent.digest
+
+    def resident(self, ack: Ack, digest: str, proven: int) -> None:
+        """Records that the target keeps what was sent, according to its answer to Commit.
+
+        ``digest`` is the model digest of the ``proven`` tensors.
+        """
+        self.proof = "partial" if ack.unproven else "resident"
+        self.proven = proven
+        self.matched = ack.resident_ranks
+        self.digest = lambda: digest
+        if ack.unproven:
+            self.add(f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them")
+
+    def row(self, url: str, session: LinkSession, now: EngineInfo | WeightcastError | None) -> TargetReport:
+        """Returns the target's row in the report.
+
+        ``now`` is the result of another probe, for a target that has not committed or has failed; None for others.
+        """
+        ack = session.committed
+        answer = self.reverted or ack
+        status: TargetStatus = "serving" if answer is not None and self.reverted is None else "untouched"
+        after = answer.version if answer is not None else None
+        message = self.message
+        if isinstance(now, EngineInfo):
+            status = "quarantined" if now.state == "quarantined" else "unknown" if self.in_doubt else status
+            after = now.version
+            message = message or now.message
+        elif now is not None:
+            status = "unknown" if self.in_doubt else "quarantined"
+            after = None
+            message = str(now)
+        if self.failed is not None:
+            message = str(self.failed)
+        if self.in_doubt:
+            message = f"{message}; it is not known whether the engine has switched: send it a full update"
+        if self.ahead or (isinstance(self.failed, VerificationFailed) and ack is not None):
+            # The engine serves other weights than were sent, or than the other engines do, whatever state it reports.
+            status = "quarantined" if self.reverted is None else status
+        if self.reverted is not None and self.message and self.message not in message:
+            message = f"{self.message}; {message}"
+        info, serving = self.info, status == "serving"
+        return TargetReport(
+            url=url,
+            engine=info.engine if info is not None else "unknown",
+            version_before=info.version if info is not None else None,
+            version_after=after,
+            digest=(self.digest() if serving else "") or None,
+            status=status,
+            proof=self.proof if serving else "none",
+            proven=self.proven if serving else 0,
+            unproven=len(ack.unproven) if serving and ack is not None else 0,
+            ranks=info.tp_size if info is not None else 0,
+            digests_matched=self.matched if serving else 0,
+            stall_s=ack.stall_s if ack is not None else 0.0,
+            peak_extra_bytes=session.peak_extra_bytes if ack is not None else 0,
+            not_updated=ack.not_updated if ack is not None else (),
+            transport=self.plan.transport,
+            legs=self.plan.legs,
+            message=message,
+            notes=tuple(self.notes),
+        )
