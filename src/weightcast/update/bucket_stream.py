@@ -104,6 +104,7 @@ class BucketStream:
         timeout_s: float,
         progress: Progress | None = None,
         events: Events,
+        earlier: BucketStream | None = None,
     ) -> None:
         """Allocates nothing yet.
 
@@ -114,6 +115,7 @@ class BucketStream:
             check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
             progress: Callback on the head after each bucket, with bytes sent and bytes in all; for tests.
+            earlier: The stream of the membership before; its plans are used if they fit.
         """
         self._exporter = exporter
         self._specs = specs
@@ -152,13 +154,19 @@ class BucketStream:
         self._names: tuple[str, ...] = ()
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
         self._packs = Packs(())
-        self.plan_buckets()
+        if earlier is not None and (earlier._use, earlier._num_mapped) == (self._use, num_mapped):
+            self.plan_buckets(earlier._planned if earlier._layouts == layouts else ())
+        else:
+            self.plan_buckets()
 
-    def plan_buckets(self) -> None:
-        """Plans every bucket: at first, and whenever the model was looked at again."""
+    def plan_buckets(self, planned: Sequence[PlannedBucket] = ()) -> None:
+        """Plans every bucket: at first, and whenever the model was looked at again.
+
+        ``planned`` are the same buckets, if they are known from an earlier membership.
+        """
         mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
         plan, whole = self._exporter.plan, self._group.world_size == 1
-        self._planned = [
+        self._planned = planned or [
             *plan(mapped, self._group, replace(self._use, copies=False)),
             *plan(filled, self._group, self._use),
         ]

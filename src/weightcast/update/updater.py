@@ -541,8 +541,9 @@ class WeightUpdater:
 
     def _use(self, plan: UpdatePlan, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
         """Makes the stream of buckets for the head's plan, with layouts that are known already.  Collective."""
-        if self._stream is not None:
-            self._stream.close()  # other targets and transports may need other buffers
+        earlier = self._stream
+        if earlier is not None:
+            earlier.close()  # other targets and transports may need other buffers
         self._plan = plan
         if self._head is not None:
             self._head.members.use(plan)
@@ -566,6 +567,7 @@ class WeightUpdater:
             timeout_s=self._config.timeout_s,
             progress=self._progress,
             events=self._events,
+            earlier=earlier,
         )
         return self._stream
 
