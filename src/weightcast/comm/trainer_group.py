@@ -33,6 +33,9 @@ from weightcast.errors import ConfigError, TrainerRankFailed
 __all__ = ["Move", "TrainerGroup"]
 
 _MAX_MESSAGE_BYTES = 1 << 30
+# The first message to a peer has the size and the first bytes of a payload, a second one has the rest of a long one.
+_FRAME_BYTES, _SIZE_BYTES = 256, 8
+_SHORT_BYTES = _FRAME_BYTES - _SIZE_BYTES
 
 
 class _Seat(msgspec.Struct, frozen=True, array_like=True):
@@ -268,13 +271,11 @@ class TrainerGroup:
         lane, tag, deadline = self._open_messages(), self._next_tag(), time.monotonic() + limit_s
         if len(payload) > _MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes is too long")
-        size = torch.tensor([len(payload)], dtype=torch.int64)
-        body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
-        works: list[tuple[int, dist.Work]] = []
-        for peer in peers:
-            works.append((peer, lane.send(size, peer, tag, what)))
-            if body is not None:
-                works.append((peer, lane.send(body, peer, tag + 1, what)))
+        frame = len(payload).to_bytes(_SIZE_BYTES, "little") + payload[:_SHORT_BYTES]
+        parts = [(tag, _as_tensor(frame.ljust(_FRAME_BYTES, b"\0")))]
+        if len(payload) > _SHORT_BYTES:
+            parts.append((tag + 1, _as_tensor(payload[_SHORT_BYTES:])))
+        works = [(peer, lane.send(part, peer, number, what)) for peer in peers for number, part in parts]
         for peer, work in works:
             lane.wait(peer, work, what, deadline)
 
@@ -282,23 +283,34 @@ class TrainerGroup:
         if not peers:
             return []
         lane, tag, deadline = self._open_messages(), self._next_tag(), time.monotonic() + limit_s
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in peers]
-        works = [lane.receive(size, peer, tag, what) for peer, size in zip(peers, sizes, strict=True)]
+        frames = [torch.empty(_FRAME_BYTES, dtype=torch.uint8) for _ in peers]
+        works = [lane.receive(frame, peer, tag, what) for peer, frame in zip(peers, frames, strict=True)]
         messages: list[bytes] = []
-        for peer, work, size in zip(peers, works, sizes, strict=True):
+        for peer, work, frame in zip(peers, works, frames, strict=True):
             lane.wait(peer, work, what, deadline)
-            num_bytes = int(size.item())
-            if not 0 <= num_bytes <= _MAX_MESSAGE_BYTES:
+            data = _as_bytes(frame)
+            num_bytes = int.from_bytes(data[:_SIZE_BYTES], "little")
+            if num_bytes > _MAX_MESSAGE_BYTES:
                 self._failure.fail([peer], f"a message, and it announced one of {num_bytes} bytes")
-            body = torch.empty(num_bytes, dtype=torch.uint8)
-            if num_bytes:
-                lane.wait(peer, lane.receive(body, peer, tag + 1, what), what, deadline)
-            messages.append(ctypes.string_at(body.data_ptr(), num_bytes) if num_bytes else b"")
+            message = data[_SIZE_BYTES : _SIZE_BYTES + num_bytes]
+            if num_bytes > _SHORT_BYTES:
+                rest = torch.empty(num_bytes - _SHORT_BYTES, dtype=torch.uint8)
+                lane.wait(peer, lane.receive(rest, peer, tag + 1, what), what, deadline)
+                message += _as_bytes(rest)
+            messages.append(message)
         return messages
 
     def _next_tag(self) -> int:
         self._steps += 1
         return 2 * self._steps % NUM_TAGS
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
 def _device_identity(device: torch.device) -> str:
