@@ -240,9 +240,10 @@ def measure(count: int, tensors: int, updates: int) -> dict[str, Any]:
 
 
 class _Costs:
-    """Fills a row: processor time of this process and of the stubs', time, and the most threads of this process.
+    """Fills a row: processor time of this process and of the stubs', time, and this process's threads and memory.
 
-    Threads are counted ten times a second.
+    Threads are counted ten times a second, and the most of them are in the row.  ``peak_mib`` is the largest resident
+    memory until the end of the row.
     """
 
     def __init__(self, stubs: Connection) -> None:
@@ -259,6 +260,7 @@ class _Costs:
     def __exit__(self, *_: object) -> None:
         after = self._now()
         self._row |= {name: round(after[name] - self._before[name], 6) for name in after}
+        self._row["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         self._ended.set()
         self._thread.join()
 

@@ -5,6 +5,7 @@ Nothing depends on it.  An engine that cannot take the plan now, or that restart
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
 from collections.abc import Coroutine, Iterable, Sequence
@@ -32,6 +33,8 @@ from weightcast.wire.plans import UpdateTables
 
 log = logging.getLogger("weightcast.update.prepare")
 
+_AT_ONCE = 16  # engines that are sent the plan: each request holds all tables, megabytes with many tensors
+
 
 class Preparation:
     """The engines' work on a plan, beside which the trainer does its own.
@@ -54,6 +57,7 @@ class Preparation:
         self._asked: list[Link] = []
         self.mapped: list[Link] = []
         steps: list[Coroutine[Any, Any, Ack]] = []
+        few = asyncio.Semaphore(_AT_ONCE)
         for link in links:
             if not link.adapter.prepares:
                 continue
@@ -74,7 +78,7 @@ class Preparation:
                 self.mapped.append(link)
             self._asked.append(link)
             asking = link.adapter.prepare(messages[key][0])
-            steps.append(converse_on_loop(link.client, asking, timeout_s=config.timeout_s))
+            steps.append(_within(few, converse_on_loop(link.client, asking, timeout_s=config.timeout_s)))
         self._answers: Sequence[Future[Ack]] = event_loop.submit(steps)
 
     def wait(self) -> Sequence[tuple[Link, Ack]]:
@@ -89,6 +93,14 @@ class Preparation:
             except WeightcastError as error:
                 log.info("%s works out its first update when that comes, which takes longer: %s", link.url, error)
         return answers
+
+
+async def _within(few: asyncio.Semaphore, answer: Coroutine[Any, Any, Ack]) -> Ack:
+    try:
+        async with few:
+            return await answer
+    finally:
+        answer.close()  # an interrupt may come before its turn
 
 
 def _way_to(target: TargetPlan) -> Way:
