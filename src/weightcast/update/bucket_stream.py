@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
@@ -46,12 +47,20 @@ log = logging.getLogger("weightcast.update.bucket_stream")
 Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
+# A run of buckets.  After a failure ranks go on to its end, so it must not take long; a word for each costs each rank.
+_RUN_S = 0.25
+_MAX_RUN = 64
 
 
-class _Go(msgspec.Struct, frozen=True):
-    """The head's word before each bucket: whether it is sent, and the groups that trainer ranks send in."""
+class _Go(msgspec.Struct, frozen=True, array_like=True):
+    """The head's word before a run of buckets, in which no rank hears from it again.
 
-    sends: bool
+    Attributes:
+        end: Number of the bucket after the run; 0 if nothing more is sent.
+        groups: The groups that trainer ranks send in.
+    """
+
+    end: int
     groups: tuple[str, ...] = ()
 
 
@@ -59,6 +68,7 @@ _encoder = msgspec.json.Encoder()
 _go = msgspec.json.Decoder(_Go)
 _failures = msgspec.json.Decoder(dict[str, str])
 _shared = msgspec.json.Decoder(Shared)
+_all_parts = msgspec.json.Decoder(list[tuple[BucketPart, ...]])
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
 _Filled = Iterator[tuple[Bucket | None, SharedSlot | None]]
@@ -154,6 +164,12 @@ class BucketStream:
         self._names: tuple[str, ...] = ()
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
         self._packs = Packs(())
+        # True if engines read buffers of other ranks than the head, so that it hears of each one that is filled.
+        self._signals = bool(choice.sharings or choice.leg_hosts) and choice.receivers != (0,)
+        self._tells_parts = choice.exchanges and not choice.leg_hosts
+        self._run = 1
+        self._run_began = self._heard_at = 0.0
+        self._ahead: list[list[Shared]] = []
         if earlier is not None and (earlier._use, earlier._num_mapped) == (self._use, num_mapped):
             self.plan_buckets(earlier._planned if earlier._layouts == layouts else ())
         else:
@@ -205,6 +221,8 @@ class BucketStream:
         choice = self._choice
         if choice.leg_hosts or not (choice.scattered or choice.sharings):
             return []  # each engine rank has its own legs, which its first bucket tells
+        if self._tells_parts:
+            return self.share_parts()
         found: list[list[Shared]] = []
         problem = ""
         for number in range(len(self._layouts)):
@@ -222,11 +240,25 @@ class BucketStream:
             found.append(self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or []))
         return found
 
+    def share_parts(self) -> list[list[Shared]]:
+        """The parts of each bucket that each trainer rank sends in messages, on the head.  Collective.
+
+        Ranks tell them when the buckets are planned, and again when the model was looked at again.
+        """
+        if not self._tells_parts:
+            return []
+        mine = _encoder.encode([served.parts for served in self._served])
+        told = self._group.gather_bytes(mine, timeout_s=self._wait_s)
+        if told is not None:
+            ranks = [_all_parts.decode(one) for one in told]
+            self._ahead = [[Shared(parts=parts) for parts in bucket] for bucket in zip(*ranks, strict=True)]
+        return self._ahead
+
     def _mine_ahead(self, number: int) -> Shared | None:
         """Handles to this rank's memory for a bucket; none in them if it is not known yet, None if it has no part."""
         if number < self._num_mapped:
             return self._mapped.share(self._mapped.look(self._planned[number]))
-        if self._choice.exchanges or "weightcast" not in self._choice.sharings:
+        if "weightcast" not in self._choice.sharings:
             return Shared()
         self._make_slots()
         slot = self._slot(number)
@@ -251,6 +283,7 @@ class BucketStream:
         The head has asked the engines what they serve, and they answer meanwhile.
         """
         self.exchange.begin()
+        self._heard_at = time.monotonic()
         sources = SourceSums() if self._verifies else None
         filling = Filling(plan=self.plan(), sources=sources)
         mapped = self._planned[: self._num_mapped]
@@ -291,9 +324,20 @@ class BucketStream:
         With ``sums_buckets``, every rank with a bucket sums it.  Returns the arguments of ``Head.finish``; they are
         empty on other ranks, without verification, and after a failure.
         """
-        if not self._send_each(filling, sums_buckets=sums_buckets) or filling.sources is None:
-            return (), {}
-        return self._gather_sums(filling.sources, filling.sums)
+        with self._patience():
+            sent = self._send_each(filling, sums_buckets=sums_buckets)
+        return self._gather_sums(filling.sources, filling.sums) if sent and filling.sources is not None else ((), {})
+
+    @contextmanager
+    def _patience(self) -> Generator[None]:
+        """Lets a rank that is ahead in its run wait for the head, which may wait a whole deadline for an engine."""
+        group, before = self._group, self._group.timeout_s
+        if self._head is None and not self._signals:
+            group.timeout_s = max(before, self._wait_s)
+        try:
+            yield
+        finally:
+            group.timeout_s = before
 
     def meet(self, invited: Sequence[Invited]) -> None:
         """Joins groups of all trainer ranks and engine ranks; the head notes what fails.  Collective."""
@@ -371,13 +415,16 @@ class BucketStream:
 
     def _send_each(self, filling: Filling, *, sums_buckets: bool) -> bool:
         """Sends one bucket after the other; False, the same on every rank, if one could not be sent."""
-        head = self._head
+        head, exchanges, end = self._head, self._choice.exchanges, 0
+        self._heard_at = time.monotonic()
         for index, layout in enumerate(self._layouts):
-            go = _go.decode(self._group.broadcast_bytes(self._go(), timeout_s=self._wait_s))
-            if not go.sends:
-                self.exchange.abort("the update failed")
-                return False
-            self.exchange.keep(go.groups)
+            if index == end:
+                go = self._hear(index)
+                if not go.end:
+                    self.exchange.abort("the update failed")
+                    return False
+                self.exchange.keep(go.groups)
+                end = go.end
             bucket, slot = next(filling.buckets)
             if sums_buckets and head is None and bucket is not None:
                 filling.sums.append(filling.plan.sums.of(bucket))
@@ -395,19 +442,47 @@ class BucketStream:
                     self._progress(*so_far)
             if mapped and not self._sums_ahead and filling.sources is not None:
                 self._planned[index].sum_own(filling.sources)
-            if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
+            if exchanges and head is not None and head.failed:
+                self.exchange.abort("the update failed")  # the others may wait for engine ranks
+            elif exchanges and bucket is not None:
                 began = time.monotonic()
                 planned = self._planned[index]
                 self.exchange.send(bucket, planned.serves_to if self._choice.leg_hosts else {"": planned.serves})
                 self._sent_since(began)
-        return not self._choice.exchanges or self._end_exchange()
+        return not exchanges or self._end_exchange()
 
-    def _go(self) -> bytes:
-        """The head's word on the bucket that every rank sends next; empty on other ranks."""
-        head = self._head
-        if head is None:
-            return b""
-        return _encoder.encode(_Go(not head.failed, () if head.failed else head.groups))
+    def _hear(self, index: int) -> _Go:
+        """The head's word on the run that begins with a bucket.  Collective."""
+        if self._choice.exchanges and index:
+            self._tell_failures()
+        head, word = self._head, b""
+        if head is not None and head.failed:
+            word = _encoder.encode(_Go(0))
+        elif head is not None:
+            word = _encoder.encode(_Go(index + self._run_from(index), head.groups))
+        go = _go.decode(self._group.broadcast_bytes(word, timeout_s=self._left_s))
+        self._heard_at = time.monotonic()
+        return go
+
+    @property
+    def _left_s(self) -> float:
+        """Deadline of a wait for the head: what this rank did since it heard from it counts as waiting."""
+        since_s = time.monotonic() - self._heard_at if self._head is None else 0.0
+        return max(self._wait_s - since_s, self._wait_s / 2)
+
+    def _run_from(self, index: int) -> int:
+        """Number of buckets until ranks hear from the head again: more, as long as a run takes little time."""
+        now = time.monotonic()
+        took_s, self._run_began = now - self._run_began, now
+        if self._signals or self._group.world_size == 1:
+            return 1  # a buffer may be filled again when the head says so
+        if index == 0:
+            self._run = 1
+        elif took_s < _RUN_S / 2:
+            self._run = min(2 * self._run, _MAX_RUN)
+        elif took_s > _RUN_S:
+            self._run = max(self._run // 2, 1)
+        return self._run
 
     def _end_exchange(self) -> bool:
         """Waits for all messages to engine ranks; False if some failed on any rank."""
@@ -417,7 +492,7 @@ class BucketStream:
         self._tell_failures()
         head = self._head
         go = b"go" if head is None or not head.failed else b"stop"
-        if self._group.broadcast_bytes(go, timeout_s=self._wait_s) != b"go":
+        if self._group.broadcast_bytes(go, timeout_s=self._left_s) != b"go":
             self.exchange.abort("the update failed")
             return False
         return True
@@ -430,7 +505,7 @@ class BucketStream:
     def _tell_failures(self, failures: Mapping[str, str] | None = None) -> None:
         """Tells the head in which groups each rank's messages failed, unless ``failures`` are given."""
         failed = self.exchange.failures if failures is None else dict(failures)
-        gathered = self._group.gather_bytes(_encoder.encode(failed), timeout_s=self._wait_s)
+        gathered = self._group.gather_bytes(_encoder.encode(failed), timeout_s=self._left_s)
         if self._head is not None and gathered is not None:
             self._head.exchange_failed([_failures.decode(one) for one in gathered])
 
@@ -467,22 +542,20 @@ class BucketStream:
     ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice, served = self._choice, self._served[index]
-        if choice.exchanges:
-            self._tell_failures()
-            if slot is not None and choice.leg_hosts:
-                # Engine ranks elsewhere get messages out of the same buffer.
-                shared = msgspec.structs.replace(slot.share(opens=0), legs=served.legs)
-                mine = msgspec.json.encode(shared)
-            else:
-                mine = served.encoded(Shared(), parts)
-        elif not choice.sharings:
+        if self._tells_parts:
+            return self._ahead[index] if self._head is not None else []
+        if not choice.sharings and not choice.leg_hosts:
             return []
-        elif slot is None:
+        if slot is None:
             mine = b""
+        elif choice.leg_hosts:
+            # Engine ranks elsewhere get messages out of the same buffer.
+            mine = _encoder.encode(msgspec.structs.replace(slot.share(opens=0), legs=served.legs))
         else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
             mine = served.encoded(shared, parts, packs)
-        return self._shared_by(self._group.gather_bytes(mine, timeout_s=self._wait_s) or [])
+        gathered = self._group.gather_bytes(mine, timeout_s=self._wait_s) if self._signals else [mine]
+        return self._shared_by(gathered or [])
 
     def _look_at_mapped(self, planned: PlannedBucket) -> Lying:
         """This rank's parts where they lie; ConfigError if one cannot be read there, and NotFinite."""

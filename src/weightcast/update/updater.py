@@ -456,6 +456,7 @@ class WeightUpdater:
         self._exporter.prepare(self._group)
         if self._stream is not None:
             self._stream.plan_buckets()
+            self._stream.share_parts()
         self._looks_again = False
         log.info("the model is made in another way than before, so its tensors were looked at again")
 
