@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weightcast.report import TargetReport, UpdateReport
     from weightcast.update.arguments import UpdateOptions
     from weightcast.update.peer_copy import PeerCopy, copy_from_peer
+    from weightcast.update.pending import PendingUpdate
     from weightcast.update.updater import WeightUpdater
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "DeadlineExceeded",
     "NotFinite",
     "PeerCopy",
+    "PendingUpdate",
     "Target",
     "TargetError",
     "TargetRejected",
@@ -61,6 +63,7 @@ _HOMES = {
     "TargetReport": "report",
     "UpdateReport": "report",
     "PeerCopy": "update.peer_copy",
+    "PendingUpdate": "update.pending",
     "copy_from_peer": "update.peer_copy",
     "WeightUpdater": "update.updater",
 }

@@ -7,16 +7,20 @@ fewer targets, and every rank hears its decision.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Folded
 from weightcast.errors import TrainerRankFailed, UpdateFailed
 from weightcast.protocols import Exporter
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.update.bucket_stream import BucketStream
+from weightcast.update.bucket_stream import BucketStream, Filling
 from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult
 from weightcast.update.trainer_ranks import TrainerRanks
@@ -26,8 +30,26 @@ from weightcast.watch.listeners import Events
 _PROBE_TOKENS = tuple(range(5, 37))
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """An attempt in which every bucket was sent, or one could not be.
+
+    Attributes:
+        folded, found: The arguments of ``Head.finish``.
+        extra_bytes: Most extra memory of this rank until then, with buffers of earlier updates.
+    """
+
+    folded: Sequence[Folded]
+    found: Mapping[int, Sequence[torch.Tensor]]
+    extra_bytes: int
+
+
 class Attempts:
-    """Runs the attempts of one update after the other."""
+    """Runs the attempts of one update after the other.
+
+    Every trainer rank calls each method, and all return the same result; the head's report has the timeline as well.
+    TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that was after the switch.
+    """
 
     def __init__(self, exporter: Exporter, group: TrainerGroup, ranks: TrainerRanks, events: Events) -> None:
         self._exporter = exporter
@@ -36,49 +58,66 @@ class Attempts:
         self._events = events
         self._trimmed = False
 
-    def run(self, head: Head | None, stream: BucketStream) -> AttemptResult:
-        """Repeats attempts until the update is over.  Collective: every trainer rank calls it.
+    def send(self, head: Head | None, stream: BucketStream) -> Sent | AttemptResult:
+        """Fills and sends every bucket of an attempt; the result if it failed before.
 
-        ``head`` is None on other ranks.  All return the last attempt's
-        result; the head's report has the timeline as well.  If it has a ``plan``, the caller makes another stream and
-        calls this again.  TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that
-        was after the switch.
+        ``head`` is None on other ranks.
         """
-        while True:
-            result = self._attempt(head, stream)
-            if not result.again or result.plan is not None:
-                return result
-
-    def _attempt(self, head: Head | None, stream: BucketStream) -> AttemptResult:
-        """Runs one attempt; every rank returns the same result."""
         kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
         # Later on, training would have to fault in again what it keeps in its heap from step to step.
         peak = PeakMemory(self._exporter.device, trim=not self._trimmed)
         self._trimmed = True
+        with self._breaks_off(head), peak, gc_paused():
+            if head is not None:
+                head.look_ahead()
+            filling = stream.begin()
+            result = self._open(head, stream, filling)
+            if result.failure is not None or result.again:
+                return result
+            folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
+            return Sent(folded, found, kept_bytes + peak.extra_bytes)
+
+    def taken(self, head: Head | None) -> bool:
+        """Waits until every engine has taken every bucket; False if one has not, which ``finish`` reports."""
+        with self._breaks_off(head), gc_paused():
+            if head is not None:
+                head.drain()
+            failed = head is not None and head.failed
+            return self._group.broadcast_bytes(b"no" if failed else b"yes", timeout_s=self._ranks.wait_s) == b"yes"
+
+    def finish(self, sent: Sent, head: Head | None, stream: BucketStream, *, repeats: bool = True) -> AttemptResult:
+        """Proves and commits what was sent.
+
+        If the result has ``again``, another attempt follows.  If it has a ``plan``, that needs another stream.  Without
+        ``repeats`` it has neither: the weights may be others by now.
+        """
+        with self._breaks_off(head), gc_paused():
+            result = AttemptResult()
+            if head is not None:
+                result = head.finish(sent.folded, sent.found, repeats=repeats)
+                if head.failed:
+                    stream.abort("the update failed")
         try:
-            with peak, gc_paused():
-                result, heard = self._move(head, stream)
+            return self._conclude(result, head, stream, sent.extra_bytes)
+        except TrainerRankFailed as error:
+            if head is None or not head.run.switched:
+                raise
+            raise UpdateFailed(f"the engines have switched, but {error}", report=head.report()) from error
+
+    @contextmanager
+    def _breaks_off(self, head: Head | None) -> Generator[None]:
+        try:
+            yield
         except BaseException as error:
             if self._group.world_size > 1:  # the other ranks would wait for this rank
                 self._group.abort(f"{type(error).__name__}: {error}")
             if head is not None:
                 head.break_off(error)
             raise
-        if heard:
-            return result
-        try:
-            return self._conclude(result, head, stream, lambda: kept_bytes + peak.extra_bytes)
-        except TrainerRankFailed as error:
-            if head is None or not head.run.switched:
-                raise
-            raise UpdateFailed(f"the engines have switched, but {error}", report=head.report()) from error
 
-    def _move(self, head: Head | None, stream: BucketStream) -> tuple[AttemptResult, bool]:
-        """Fills and sends every bucket; returns the result, and True if every rank has heard it (it failed early)."""
+    def _open(self, head: Head | None, stream: BucketStream, filling: Filling) -> AttemptResult:
+        """Opens the sessions and makes the groups; every rank has heard the result."""
         result = AttemptResult()
-        if head is not None:
-            head.look_ahead()
-        filling = stream.begin()
         if head is not None:
             head.begin_open(filling.plan)
         stream.start(filling)
@@ -94,17 +133,10 @@ class Attempts:
             if head is not None:
                 result = head.after_meeting(msgspec.structs.replace(result, invited=()))
             result = self._ranks.hear(result)
-        if result.failure is not None or result.again:
-            return result, True
-        folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
-        if head is not None:
-            result = head.finish(folded, found)
-            if head.failed:
-                stream.abort("the update failed")
-        return result, False
+        return result
 
     def _conclude(
-        self, result: AttemptResult, head: Head | None, stream: BucketStream, extra_bytes: Callable[[], int]
+        self, result: AttemptResult, head: Head | None, stream: BucketStream, extra_bytes: int
     ) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
 
@@ -117,7 +149,7 @@ class Attempts:
             result = self._score(head)
         if result.report is None:
             return result
-        ends = gather_ends(self._group, self._events.recording, extra_bytes(), heard=heard, asked_at=asked_at)
+        ends = gather_ends(self._group, self._events.recording, extra_bytes, heard=heard, asked_at=asked_at)
         if ends is None:
             return self._ranks.hear(result)
         peak_bytes, timeline = ends

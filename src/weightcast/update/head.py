@@ -65,6 +65,7 @@ class Head:
         self._opening: Sequence[Future[object]] = ()
         self._asked_at: float | None = None
         self._failure: WeightcastError | None = None
+        self._repeats = True
         self._mapped: Sequence[Link] = ()  # targets that have mapped this trainer's memory before the first update
 
     # -- before an attempt
@@ -149,7 +150,7 @@ class Head:
 
         If one of the engines has no lease, ``open`` asks: such an engine is paused while its session is open.
         """
-        self._failure = None
+        self._failure, self._repeats = None, True
         self._start_over()
         self.run.attempts += 1
         with self.run.phase("open"):
@@ -251,10 +252,27 @@ class Head:
         except WeightcastError as error:
             self._failure = error
 
+    def drain(self) -> None:
+        """Waits until every target has taken every bucket; ``finish`` reports a failure."""
+        if self._failure is None:
+            try:
+                with self.run.phase("send"):
+                    self.members.carriers.drain()
+            except WeightcastError as error:
+                self._failure = error
+
     def finish(
-        self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
+        self,
+        sources: Sequence[Folded] = (),
+        buckets: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        *,
+        repeats: bool = True,
     ) -> AttemptResult:
-        """Drains the transport, verifies, and commits; the arguments are those of ``Verifier.finish``."""
+        """Drains the transport, verifies, and commits; the arguments are those of ``Verifier.finish``.
+
+        Without ``repeats`` no attempt follows a failure, because the weights may be others by then.
+        """
+        self._repeats = repeats
         try:
             return self._finish(sources, buckets or {})
         finally:
@@ -339,7 +357,7 @@ class Head:
             self.give_up(str(error))
             culprits = culprits_of(error, self.run.targets, links, self._roster, moving=carriers.failed)
         nothing_committed = not any(link.session.committed for link in links)
-        repeatable = self._config.on_failure == "quarantine" and nothing_committed
+        repeatable = self._repeats and self._config.on_failure == "quarantine" and nothing_committed
         if repeatable and carriers.failed and all(map(only_its_group, culprits.values())):
             suspects = suspects_of(broken, links)
             self.run.unexplained += bool(suspects)
@@ -352,7 +370,7 @@ class Head:
             if 0 < len(suspects) < len(links):
                 culprits = suspects  # all targets of the cells, if others remain
         notes = dict[Link, str]()
-        if nothing_committed and carriers.failed:
+        if self._repeats and nothing_committed and carriers.failed:
             notes = self.members.give_way(culprits, if_all=self._config.on_failure == "raise")
         for link, failure in culprits.items():
             if link not in notes:

@@ -41,18 +41,19 @@ from weightcast.update.arguments import (
     targets_of,
     with_draft,
 )
-from weightcast.update.attempts import Attempts
+from weightcast.update.attempts import Attempts, Sent
 from weightcast.update.bucket_memory import check_planned_bytes, free_bytes_of
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.choose import Planner
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult, Failure, RankDevice, least_free_bytes
+from weightcast.update.pending import PendingUpdate
 from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.roster import Roster
 from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
-from weightcast.update.watched import Connecting, run_watched, tell_targets
+from weightcast.update.watched import Connecting, Watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, plan_buckets
@@ -112,6 +113,7 @@ class WeightUpdater:
         self._roster: Roster | None = None
         self._closed = False
         self._call: _Call | None = None
+        self._pending: PendingUpdate | None = None
         self._calling = threading.Lock()
         self._settled = False  # True while the head, the stream and the choice are those of all ranks, and whole
         self._heard: WeightcastError | None = None  # the last error that all ranks have heard from the head
@@ -248,22 +250,74 @@ class WeightUpdater:
                 again.
         """
         self._check_open()
-        if version is not None:
-            check_version("version", version)
-        number = (self._served or 0) + 1 if version is None else version
-
-        def begin() -> None:
-            if self._head is not None:
-                self._head.begin(number, counts_on=version is None)
+        number = self._number(version)
 
         def update() -> UpdateReport:
-            begin()
-            if not self._enter():
-                self._choose_anew()
-                begin()
-            return self._transact()
+            self._begin(number, counts_on=version is None)
+            report = self._transact()
+            assert isinstance(report, UpdateReport)
+            return report
 
-        return self._run("update()", lambda: self._watched(update, number))
+        return self._run("update()", lambda: self._watch(number).run(update))
+
+    def start(self, version: int | None = None) -> PendingUpdate:
+        """Sends the current weights to every target, and returns when they may change again.  Collective.
+
+        It is the first part of ``update``: every engine has taken every byte.  The engines prove and switch while the
+        trainer computes, and ``PendingUpdate.wait`` returns the report.  Any other call of this updater waits for the
+        end first.
+
+        Args:
+            version: As for ``update``.
+
+        Raises:
+            UpdateFailed, ConfigError, TrainerRankFailed: As ``update``.  An engine that fails until this returns is
+                handled as by ``update``.  Later on nothing can be sent again, since the weights may be others: then no
+                engine switches that has not yet, and ``wait`` raises UpdateFailed.
+            ConfigError: With ``verify="behaviour"``, whose forward pass needs the weights that were sent.
+        """
+        self._check_open()
+        number = self._number(version)
+        if self._config.verify == "behaviour":
+            raise ConfigError(
+                'verify="behaviour" compares with a forward pass of the weights that were sent, '
+                "which may change after start()",
+                hint='call update(), or connect with verify="resident"',
+            )
+
+        def start() -> PendingUpdate:
+            watch = self._watch(number)
+
+            def send() -> Sent | UpdateReport:
+                self._begin(number, counts_on=version is None)
+                return self._transact(until_sent=True)
+
+            sent = watch.run(send)
+            finish: Callable[[], UpdateReport]
+            if isinstance(sent, Sent):
+                finish = partial(self._tells_others, lambda: watch.run(lambda: self._finish(sent)))
+            else:
+                finish = lambda: sent  # noqa: E731
+            self._pending = PendingUpdate(finish, self._exporter.device)
+            return self._pending
+
+        return self._run("start()", start)
+
+    def _number(self, version: int | None) -> int:
+        """The version of the next update, or the least that it may have."""
+        if version is None:
+            return (self._served or 0) + 1
+        check_version("version", version)
+        return version
+
+    def _begin(self, number: int, *, counts_on: bool) -> None:
+        """Begins an update, when every rank has come.  Collective."""
+        if self._head is not None:
+            self._head.begin(number, counts_on=counts_on)
+        if not self._enter():
+            self._choose_anew()
+            if self._head is not None:
+                self._head.begin(number, counts_on=counts_on)
 
     def retarget(self, targets: Targets, *, catch_up: bool = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
@@ -319,7 +373,9 @@ class WeightUpdater:
         if not result.again:
             return None
 
-        return self._watched(self._transact, self._head.run.version if self._head is not None else 0)
+        report = self._watch(self._head.run.version if self._head is not None else 0).run(self._transact)
+        assert isinstance(report, UpdateReport)
+        return report
 
     def release(self) -> None:
         """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.
@@ -389,6 +445,8 @@ class WeightUpdater:
                     "an updater does one thing at a time",
                     hint="call the methods of an updater from one thread, or wait for the other one",
                 )
+            if self._pending is not None:
+                self._pending.settle()
             return do()
         finally:
             mine.over = True  # nothing that an interrupt could keep from happening
@@ -396,16 +454,16 @@ class WeightUpdater:
     def _run(self, name: str, call: Callable[[], _Result]) -> _Result:
         """Runs a collective call.  If it fails for a reason of this rank, the other ranks hear of it at once."""
 
-        def run() -> _Result:
-            try:
-                return call()
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    self._settled = False  # it may have come anywhere, so nothing is sure to be whole
-                self._end_waits_of_others(error)
-                raise
+        return self._alone(name, lambda: self._tells_others(call))
 
-        return self._alone(name, run)
+    def _tells_others(self, call: Callable[[], _Result]) -> _Result:
+        try:
+            return call()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._settled = False  # it may have come anywhere, so nothing is sure to be whole
+            self._end_waits_of_others(error)
+            raise
 
     def _all_heard(self, error: WeightcastError) -> WeightcastError:
         """Notes that every rank raises this error, so that none waits for another."""
@@ -416,19 +474,15 @@ class WeightUpdater:
         if error is not self._heard and self._group.world_size > 1:
             self._group.abort(f"{type(error).__name__}: {error}".rstrip(": "))
 
-    def _watched(self, update: Callable[[], UpdateReport], version: int) -> UpdateReport:
-        urls = tuple(target.url for target in self._targets) if self._head is not None else ()
-
-        def reported() -> UpdateReport:
-            try:
-                return update()
-            except WeightcastError as error:
-                if error.report is None and self._head is not None:
-                    error.reported(self._head.report())
-                raise
-
-        return run_watched(
-            reported, self._events, version=version, transport=self.transport, targets=urls, health=self.health
+    def _watch(self, version: int) -> Watched:
+        head = self._head
+        return Watched(
+            self._events,
+            version=version,
+            transport=self.transport,
+            targets=tuple(target.url for target in self._targets) if head is not None else (),
+            health=self.health,
+            report=lambda: self._head.report() if self._head is not None else None,
         )
 
     def _enter(self, *, looks: bool = True) -> bool:
@@ -575,15 +629,29 @@ class WeightUpdater:
     def _layouts_for(self, plan: UpdatePlan) -> list[BucketLayout]:
         return plan_buckets(plan.travelling(self._specs), bucket_bytes=plan.bucket_bytes, packing=plan.packing)
 
-    def _transact(self) -> UpdateReport:
-        """Runs the update that the head has begun."""
+    def _transact(self, *, until_sent: bool = False) -> UpdateReport | Sent:
+        """Runs the update that the head has begun, to its end or until every engine has taken every bucket."""
+        while True:
+            assert self._stream is not None
+            sent = self._attempts.send(self._head, self._stream)
+            if isinstance(sent, Sent) and until_sent and self._attempts.taken(self._head):
+                return sent
+            result = self._attempts.finish(sent, self._head, self._stream) if isinstance(sent, Sent) else sent
+            if result.plan is not None:
+                self._settled, began = False, time.monotonic()
+                self._use(result.plan)  # a transport gave way
+                self._settled = True
+                if self._head is not None:
+                    self._head.run.add_phase("recover", time.monotonic() - began)
+            elif not result.again:
+                return self._ended(result)
+
+    def _finish(self, sent: Sent) -> UpdateReport:
+        """Ends an update in which every engine has taken every bucket, while the weights change."""
         assert self._stream is not None
-        while (result := self._attempts.run(self._head, self._stream)).plan is not None:
-            self._settled, began = False, time.monotonic()
-            self._use(result.plan)  # a transport gave way
-            self._settled = True
-            if self._head is not None:
-                self._head.run.add_phase("recover", time.monotonic() - began)
+        return self._ended(self._attempts.finish(sent, self._head, self._stream, repeats=False))
+
+    def _ended(self, result: AttemptResult) -> UpdateReport:
         if result.report is not None:
             known = [row.version_after for row in result.report.targets if row.version_after is not None]
             self._served = max(known, default=self._served)

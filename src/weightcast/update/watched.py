@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from weightcast.watch.events import TargetNow, TargetsChanged, UpdateEnded, Upda
 from weightcast.watch.listeners import Events
 from weightcast.watch.recording import RankEnd, Recording
 
+_Result = TypeVar("_Result")
 Health = Callable[[], Sequence[TargetHealth]]
 log = logging.getLogger("weightcast.update")
 _LONG_S = 2.0
@@ -46,49 +47,68 @@ def gather_ends(
     return max(end.extra_bytes for end in ends), timeline
 
 
-def run_watched(
-    update: Callable[[], UpdateReport],
-    events: Events,
-    *,
-    version: int,
-    transport: str,
-    targets: Sequence[str],
-    health: Health,
-) -> UpdateReport:
-    """Runs an update and emits ``UpdateStarted``, ``TargetsChanged`` and ``UpdateEnded`` around it.
+class Watched:
+    """One update, as ``UpdateStarted``, ``TargetsChanged`` and ``UpdateEnded`` tell of it."""
 
-    The ``targets`` are to take part; empty on ranks other than the head.
-    """
-    rank = events.rank
-    started = time.monotonic()
-    events.emit(
-        UpdateStarted(
-            version=version, transport=transport, targets=tuple(targets), rank=rank, at=started, time_s=time.time()
-        )
-    )
+    def __init__(
+        self,
+        events: Events,
+        *,
+        version: int,
+        transport: str,
+        targets: Sequence[str],
+        health: Health,
+        report: Callable[[], UpdateReport | None],
+    ) -> None:
+        """Emits ``UpdateStarted``.
 
-    def end(outcome: UpdateOutcome, report: UpdateReport | None, error: BaseException | None = None) -> None:
-        tell_targets(events, health)
+        Args:
+            targets: Those that are to take part; empty on ranks other than the head.
+            report: Reports the update as it is now, for an error that has no report; None on other ranks.
+        """
+        self._events, self._health, self._report = events, health, report
+        self._version, self._transport = version, transport
         events.emit(
+            UpdateStarted(
+                version=version,
+                transport=transport,
+                targets=tuple(targets),
+                rank=events.rank,
+                at=time.monotonic(),
+                time_s=time.time(),
+            )
+        )
+
+    def run(self, step: Callable[[], _Result]) -> _Result:
+        """Runs a step of the update.  A report, or an error, ends it."""
+        try:
+            result = step()
+        except BaseException as error:
+            report = None
+            if isinstance(error, WeightcastError):
+                if error.report is None and (now := self._report()) is not None:
+                    error.reported(now)
+                report = error.report
+            self._end("failed", report, error)
+            raise
+        if isinstance(result, UpdateReport):
+            self._end("succeeded" if result.ok else "partial", result)
+        return result
+
+    def _end(self, outcome: UpdateOutcome, report: UpdateReport | None, error: BaseException | None = None) -> None:
+        tell_targets(self._events, self._health)
+        self._events.emit(
             UpdateEnded(
-                version=version if report is None else report.version,
-                transport=transport if report is None else report.transport,
+                version=self._version if report is None else report.version,
+                transport=self._transport if report is None else report.transport,
                 outcome=outcome,
                 report=report,
                 error="" if error is None else str(error) or repr(error),
                 error_kind="" if error is None else type(error).__name__,
-                rank=rank,
+                rank=self._events.rank,
                 at=time.monotonic(),
             )
         )
-
-    try:
-        report = update()
-    except BaseException as error:
-        end("failed", error.report if isinstance(error, WeightcastError) else None, error)
-        raise
-    end("succeeded" if report.ok else "partial", report)
-    return report
 
 
 def tell_targets(events: Events, health: Health) -> None:
