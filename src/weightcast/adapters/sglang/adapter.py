@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from weightcast.adapters.flattened import FLATTENED, bucket_body, group_body
-from weightcast.adapters.requests import NO_ROUTE
+from weightcast.adapters.requests import NO_ROUTE, if_there
 from weightcast.adapters.sglang.checksums import Checksums, compared, lacks_prefix, parsed
 from weightcast.adapters.sglang.payload import bucket_payload
 from weightcast.adapters.stock import TAKES_IMAGES, StockAdapter, check_encoders, prompt_logprobs
@@ -174,7 +174,7 @@ class SglangAdapter(StockAdapter):
                 self._check_taken(checksums)
             if checksum:
                 words = compared(self._checksums, checksums, ranks=self.info.tp_size, sent=self._sent)
-        yield from self._stamp()
+        yield from if_there(_post("/update_weight_version", new_version=str(self.version), abort_all_requests=False))
         yield _post("/continue_generation", torch_empty_cache=False)
         kept = ("the draft model",) if self._selector else ()
         return self.committed(message=words, checksum=checksum, not_updated=kept)
@@ -308,13 +308,6 @@ class SglangAdapter(StockAdapter):
             return Checksums()  # SGLang cannot hash some models; the update goes on without a checksum
         self._has_checker = True
         return parsed(reply, self.info.tp_size)
-
-    def _stamp(self) -> Generator[EngineRequest, bytes, None]:
-        try:
-            yield _post("/update_weight_version", new_version=str(self.version), abort_all_requests=False)
-        except TargetRejected as error:
-            if error.status not in NO_ROUTE:
-                raise
 
 
 def _post(path: str, **body: object) -> EngineRequest:
