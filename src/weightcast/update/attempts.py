@@ -31,7 +31,7 @@ _PROBE_TOKENS = tuple(range(5, 37))
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBuckets:
     """An attempt in which every bucket was sent, or one could not be.
 
     Attributes:
@@ -58,7 +58,7 @@ class Attempts:
         self._events = events
         self._trimmed = False
 
-    def send(self, head: Head | None, stream: BucketStream) -> Sent | AttemptResult:
+    def send(self, head: Head | None, stream: BucketStream) -> SentBuckets | AttemptResult:
         """Fills and sends every bucket of an attempt; the result if it failed before.
 
         ``head`` is None on other ranks.
@@ -75,7 +75,7 @@ class Attempts:
             if result.failure is not None or result.again:
                 return result
             folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
-            return Sent(folded, found, kept_bytes + peak.extra_bytes)
+            return SentBuckets(folded, found, kept_bytes + peak.extra_bytes)
 
     def taken(self, head: Head | None) -> bool:
         """Waits until every engine has taken every bucket; False if one has not, which ``finish`` reports."""
@@ -85,7 +85,9 @@ class Attempts:
             failed = head is not None and head.failed
             return self._group.broadcast_bytes(b"no" if failed else b"yes", timeout_s=self._ranks.wait_s) == b"yes"
 
-    def finish(self, sent: Sent, head: Head | None, stream: BucketStream, *, repeats: bool = True) -> AttemptResult:
+    def finish(
+        self, sent: SentBuckets, head: Head | None, stream: BucketStream, *, repeats: bool = True
+    ) -> AttemptResult:
         """Proves and commits what was sent.
 
         If the result has ``again``, another attempt follows.  If it has a ``plan``, that needs another stream.  Without

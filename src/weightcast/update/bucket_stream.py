@@ -459,7 +459,7 @@ class BucketStream:
         if head is not None and head.failed:
             word = _encoder.encode(_Go(0))
         elif head is not None:
-            word = _encoder.encode(_Go(index + self._run_from(index), head.groups))
+            word = _encoder.encode(_Go(index + self._run_from(index), tuple(head.members.carriers.members)))
         go = _go.decode(self._group.broadcast_bytes(word, timeout_s=self._left_s))
         self._heard_at = time.monotonic()
         return go

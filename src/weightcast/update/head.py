@@ -7,8 +7,9 @@ returns an ``AttemptResult``, which ``update/updater.py`` tells to every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
@@ -130,12 +131,7 @@ class Head:
         if current is None or not behind:
             return AttemptResult()
         if current.digest is None or self._config.verify == "none":
-            error = ConfigError(
-                f"no engine can be brought in at version {current.version}: "
-                "no digest says whether the weights are still those of that version",
-                hint='connect with verify="received" or more, or leave it to the next update()',
-            )
-            return AttemptResult(failure=Failure.of(error))
+            return AttemptResult(failure=Failure.of(_no_digest(current.version)))
         self.begin(current.version, must_be=current.digest, only=behind)
         return AttemptResult(again=True)
 
@@ -153,18 +149,15 @@ class Head:
         self._failure, self._repeats = None, True
         self._start_over()
         self.run.attempts += 1
-        with self.run.phase("open"):
-            try:
-                self._links = links = self._take()
-                self.members.renew_carriers(links)
-                self._message = message = open_message(
-                    self._config, links, self.run.version, plan.tables, trainer=self._roster.trainer
-                )
-                self.run.tell_attempt(message, links)
-                if all(link.adapter.leased for link in links):
-                    self._opening = start_each(lambda link: link.open(message), links)
-            except WeightcastError as error:
-                self._failure = error
+        with self._notes_failure(), self.run.phase("open"):
+            self._links = links = self._take()
+            self.members.renew_carriers(links)
+            trainer = self._roster.trainer
+            message = open_message(self._config, links, self.run.version, plan.tables, trainer=trainer)
+            self._message = message
+            self.run.tell_attempt(message, links)
+            if all(link.adapter.leased for link in links):
+                self._opening = start_each(lambda link: link.open(message), links)
 
     def _take(self) -> Sequence[Link]:
         """Probes every active target, and settles the version; returns those that can take part in this attempt."""
@@ -203,19 +196,11 @@ class Head:
             boxes=wanted_boxes(links, self._config),
         )
 
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of the groups in which trainer ranks send to engine ranks, those that are well."""
-        return tuple(self.members.carriers.members)
-
     def meet(self, exchange: Exchange) -> None:
         """Joins the groups of all trainer ranks and engine ranks to which the others are ``invited``."""
         carriers = self.members.carriers
-        try:
-            with self.run.phase("open"):
-                carriers.lose(exchange.use(carriers.join()))
-        except WeightcastError as error:
-            self._failure = error
+        with self._notes_failure(), self.run.phase("open"):
+            carriers.lose(exchange.use(carriers.join()))
 
     def after_meeting(self, result: AttemptResult) -> AttemptResult:
         """Returns ``result`` if all have joined."""
@@ -223,14 +208,15 @@ class Head:
 
     def exchange_failed(self, failures: Sequence[Mapping[str, str]]) -> None:
         """Notes groups in which messages of trainer ranks failed, by name, for each trainer rank in order."""
-        by_group: dict[str, list[str]] = {}
-        for rank, failed in enumerate(failures):
-            for name, text in failed.items():
-                by_group.setdefault(name, []).append(f"trainer rank {rank}: {text}")
-        if not by_group or self._failure is not None:
-            return
+        by_group = _by_group(failures)
+        if by_group and self._failure is None:
+            with self._notes_failure():
+                self.members.carriers.lose(by_group)
+
+    @contextmanager
+    def _notes_failure(self) -> Generator[None]:
         try:
-            self.members.carriers.lose({name: "; ".join(texts) for name, texts in by_group.items()})
+            yield
         except WeightcastError as error:
             self._failure = error
 
@@ -244,22 +230,17 @@ class Head:
 
         ``so_far`` is ``StepEnded.sent_bytes`` and ``total_bytes`` with this bucket.
         """
-        try:
+        with self._notes_failure():
             with self.run.phase("pack", bucket.layout.index):
                 self._verifier.add(bucket)
             with self.run.phase("send", bucket.layout.index, so_far):
                 self.members.carriers.send(bucket, shared)
-        except WeightcastError as error:
-            self._failure = error
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket; ``finish`` reports a failure."""
         if self._failure is None:
-            try:
-                with self.run.phase("send"):
-                    self.members.carriers.drain()
-            except WeightcastError as error:
-                self._failure = error
+            with self._notes_failure(), self.run.phase("send"):
+                self.members.carriers.drain()
 
     def finish(
         self,
@@ -284,8 +265,9 @@ class Head:
                 raise self._failure
             with self.run.phase("pack"):
                 sent = self._verifier.finish(sources, buckets)
-            with self.run.phase("send"):
-                self.members.carriers.drain()
+            self.drain()
+            if self._failure is not None:
+                raise self._failure
             with self.run.phase("verify"):
                 self._verifier.close_all(sent, self._links, self.run.version)
             with self.run.phase("commit"):
@@ -409,3 +391,20 @@ class Head:
     def report(self) -> UpdateReport:
         """Reports the update as it is now, as ``UpdateRun.report``."""
         return self.run.report(self._links, self.members, self._roster, self._verifier, whole=self._failure is None)
+
+
+def _by_group(failures: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What all trainer ranks say of each group, given what each of them says, in order."""
+    by_group: dict[str, list[str]] = {}
+    for rank, failed in enumerate(failures):
+        for name, text in failed.items():
+            by_group.setdefault(name, []).append(f"trainer rank {rank}: {text}")
+    return {name: "; ".join(texts) for name, texts in by_group.items()}
+
+
+def _no_digest(version: int) -> ConfigError:
+    return ConfigError(
+        f"no engine can be brought in at version {version}: "
+        "no digest says whether the weights are still those of that version",
+        hint='connect with verify="received" or more, or leave it to the next update()',
+    )

@@ -41,7 +41,7 @@ from weightcast.update.arguments import (
     targets_of,
     with_draft,
 )
-from weightcast.update.attempts import Attempts, Sent
+from weightcast.update.attempts import Attempts, SentBuckets
 from weightcast.update.bucket_memory import check_planned_bytes, free_bytes_of
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.choose import Planner
@@ -53,7 +53,7 @@ from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.roster import Roster
 from weightcast.update.served_parts import layouts_in_place
 from weightcast.update.trainer_ranks import TrainerRanks
-from weightcast.update.watched import Connecting, Watched, tell_targets
+from weightcast.update.watched import Connecting, WatchedUpdate, tell_targets
 from weightcast.watch.listeners import Events, Listener
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, plan_buckets
@@ -288,13 +288,13 @@ class WeightUpdater:
         def start() -> PendingUpdate:
             watch = self._watch(number)
 
-            def send() -> Sent | UpdateReport:
+            def send() -> SentBuckets | UpdateReport:
                 self._begin(number, counts_on=version is None)
                 return self._transact(until_sent=True)
 
             sent = watch.run(send)
             finish: Callable[[], UpdateReport]
-            if isinstance(sent, Sent):
+            if isinstance(sent, SentBuckets):
                 finish = partial(self._tells_others, lambda: watch.run(lambda: self._finish(sent)))
             else:
                 finish = lambda: sent  # noqa: E731
@@ -474,9 +474,9 @@ class WeightUpdater:
         if error is not self._heard and self._group.world_size > 1:
             self._group.abort(f"{type(error).__name__}: {error}".rstrip(": "))
 
-    def _watch(self, version: int) -> Watched:
+    def _watch(self, version: int) -> WatchedUpdate:
         head = self._head
-        return Watched(
+        return WatchedUpdate(
             self._events,
             version=version,
             transport=self.transport,
@@ -629,14 +629,14 @@ class WeightUpdater:
     def _layouts_for(self, plan: UpdatePlan) -> list[BucketLayout]:
         return plan_buckets(plan.travelling(self._specs), bucket_bytes=plan.bucket_bytes, packing=plan.packing)
 
-    def _transact(self, *, until_sent: bool = False) -> UpdateReport | Sent:
+    def _transact(self, *, until_sent: bool = False) -> UpdateReport | SentBuckets:
         """Runs the update that the head has begun, to its end or until every engine has taken every bucket."""
         while True:
             assert self._stream is not None
             sent = self._attempts.send(self._head, self._stream)
-            if isinstance(sent, Sent) and until_sent and self._attempts.taken(self._head):
+            if isinstance(sent, SentBuckets) and until_sent and self._attempts.taken(self._head):
                 return sent
-            result = self._attempts.finish(sent, self._head, self._stream) if isinstance(sent, Sent) else sent
+            result = self._attempts.finish(sent, self._head, self._stream) if isinstance(sent, SentBuckets) else sent
             if result.plan is not None:
                 self._settled, began = False, time.monotonic()
                 self._use(result.plan)  # a transport gave way
@@ -646,7 +646,7 @@ class WeightUpdater:
             elif not result.again:
                 return self._ended(result)
 
-    def _finish(self, sent: Sent) -> UpdateReport:
+    def _finish(self, sent: SentBuckets) -> UpdateReport:
         """Ends an update in which every engine has taken every bucket, while the weights change."""
         assert self._stream is not None
         return self._ended(self._attempts.finish(sent, self._head, self._stream, repeats=False))

@@ -47,7 +47,7 @@ def gather_ends(
     return max(end.extra_bytes for end in ends), timeline
 
 
-class Watched:
+class WatchedUpdate:
     """One update, as ``UpdateStarted``, ``TargetsChanged`` and ``UpdateEnded`` tell of it."""
 
     def __init__(
