@@ -394,7 +394,7 @@ class Head:
 
 
 def _by_group(failures: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all trainer ranks say of each group, given what each of them says, in order."""
+    """The failures of all trainer ranks in each group, given those of each rank, in order."""
     by_group: dict[str, list[str]] = {}
     for rank, failed in enumerate(failures):
         for name, text in failed.items():
