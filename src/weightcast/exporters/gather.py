@@ -24,7 +24,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
 from weightcast.exporters.held_parts import Batch, Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
 from weightcast.exporters.own_parts import OwnParts
-from weightcast.exporters.ownership import Shared, SharedPart
+from weightcast.exporters.ownership import PartTable, SharedPart
 from weightcast.protocols import BucketUse, Lying, PlannedBucket
 from weightcast.wire.box import is_one_run, slices
 from weightcast.wire.bucket import Bucket
@@ -46,7 +46,7 @@ class Gatherer:
         self,
         specs: Sequence[TensorSpec],
         local: Local,
-        shared: Shared,
+        shared: PartTable,
         watch: Watch | None = None,
         batch: Batch | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class Gatherer:
         self._group: TrainerGroup | None = None
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which part, as ``Shared.agree`` does.  Collective."""
+        """Exchanges which rank holds which part, as ``PartTable.agree`` does.  Collective."""
         if self._group is group:
             return
         prepare_kernels(group.device)

@@ -30,7 +30,7 @@ from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import check_names, is_wrapper
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
-from weightcast.exporters.quantise_steps import Steps
+from weightcast.exporters.quantise_steps import QuantiseSteps
 from weightcast.exporters.structure import Structure, in_planned_order
 from weightcast.protocols import BucketUse, Exporter, Lying, PlannedBucket
 from weightcast.runtime.gc_pause import gc_paused
@@ -91,7 +91,7 @@ class WeightsBucket(PlannedBucket):
         tensors: PlacedTensors,
         numbers: Sequence[int] = (),
         merged: lora.MergedBucket | None = None,
-        scaled: tuple[Quantiser, Steps] | None = None,
+        scaled: tuple[Quantiser, QuantiseSteps] | None = None,
     ) -> None:
         """Takes what computes the bucket's values; ``numbers`` are those of the tensors that they come from."""
         super().__init__(gathered.layout, group)

@@ -30,7 +30,7 @@ class SharedPart:
     computed: bool
 
 
-class Shared(Protocol):
+class PartTable(Protocol):
     """The parts of all tensors of one exporter."""
 
     def agree(self, group: TrainerGroup) -> None:
@@ -76,7 +76,7 @@ class SharedParts:
         self._known: dict[object, list[SharedPart]] = {}
 
     def agree(self, group: TrainerGroup) -> None:
-        """Implements ``Shared.agree``."""
+        """Implements ``PartTable.agree``."""
         if self._group is group:
             return
         self._agreed = agree(
@@ -93,7 +93,7 @@ class SharedParts:
         self._group = group
 
     def parts(self, number: int) -> list[SharedPart]:
-        """Implements ``Shared.parts``."""
+        """Implements ``PartTable.parts``."""
         spec, segments = self._specs[number], self._arranged[number].segments
         key = (
             spec.dtype,

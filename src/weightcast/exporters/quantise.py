@@ -20,9 +20,9 @@ from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, 
 from weightcast.exporters.held_parts import Computed, Held, InMemory, Local, Watched, Write
 from weightcast.exporters.lora import CHUNK_ELEMENTS
 from weightcast.exporters.nvfp4 import Nvfp4
-from weightcast.exporters.ownership import Shared, SharedPart
+from weightcast.exporters.ownership import PartTable, SharedPart
 from weightcast.exporters.quantise_jobs import Jobs, launches_on
-from weightcast.exporters.quantise_steps import ScaleCopy, Steps
+from weightcast.exporters.quantise_steps import QuantiseSteps, ScaleCopy
 from weightcast.exporters.scale_blocks import Blocks, spreads, whole_box
 from weightcast.wire.box import Box, intersection, slices
 from weightcast.wire.bucket import Bucket
@@ -65,7 +65,7 @@ def _expanded(specs: Sequence[TensorSpec], form: Fp8Format) -> list[tuple[Tensor
 class Quantiser:
     """Quantises parts of tensors as a gatherer asks for them; ``self.specs`` are the travelling tensors."""
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, form: Fp8Format) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: PartTable, form: Fp8Format) -> None:
         """Takes the arguments of a gatherer of the tensors before they are quantised."""
         self._wide = tuple(specs)
         self._local = local
@@ -84,7 +84,7 @@ class Quantiser:
         self._split: set[int] = set()
         # For the bucket that is being filled.
         self._scales = torch.empty(0)
-        self._now: Steps | None = None  # None where nothing is remembered
+        self._now: QuantiseSteps | None = None  # None where nothing is remembered
         # By source.
         self._grids: dict[int, torch.Tensor] = {}
         self._overall: dict[int, torch.Tensor] = {}
@@ -95,7 +95,7 @@ class Quantiser:
         return self._kinds[number][0]
 
     def agree(self, group: TrainerGroup) -> None:
-        """Implements ``Shared.agree``; also finds the weights whose shards cut through blocks.
+        """Implements ``PartTable.agree``; also finds the weights whose shards cut through blocks.
 
         Raises:
             ConfigError: Shards cut through a byte that several values are packed into.
@@ -122,7 +122,7 @@ class Quantiser:
         self._group = group
 
     def parts(self, number: int) -> Sequence[SharedPart]:
-        """Implements ``Shared.parts``, for the travelling tensors."""
+        """Implements ``PartTable.parts``, for the travelling tensors."""
         source, kind = self._kinds[number]
         parts = self._shared.parts(source)
         if kind == _AS_IT_IS:
@@ -136,11 +136,11 @@ class Quantiser:
         everyone = tuple(range(self._group.world_size))
         return [SharedPart(whole_box(self.specs[number].shape), everyone, ready=False, computed=True)]
 
-    def plan(self, layout: BucketLayout, watched: Watched) -> Steps:
+    def plan(self, layout: BucketLayout, watched: Watched) -> QuantiseSteps:
         """Works out which scales a bucket needs; ``watched`` is the memory that its values are computed from."""
-        return Steps(layout, self._wanted(layout), watched)
+        return QuantiseSteps(layout, self._wanted(layout), watched)
 
-    def begin(self, steps: Steps, group: TrainerGroup) -> None:
+    def begin(self, steps: QuantiseSteps, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
         wanted = steps.wanted
         scales = self._make_grids(wanted, group.device)
@@ -172,7 +172,7 @@ class Quantiser:
         self._grids = {source: part.view(shape) for (source, shape), part in zip(shapes.items(), parts, strict=True)}
         return self._scales
 
-    def _use(self, steps: Steps, device: torch.device) -> None:
+    def _use(self, steps: QuantiseSteps, device: torch.device) -> None:
         """Remembers the launches of a bucket from now on, until ``end``, where there are launches."""
         if launches_on(device):
             steps.look()
@@ -191,7 +191,7 @@ class Quantiser:
         if self._now is not None and all(known):
             self._now.measuring = launches
 
-    def prepare_scales(self, steps: Steps, device: torch.device) -> None:
+    def prepare_scales(self, steps: QuantiseSteps, device: torch.device) -> None:
         """Prepares the launches of a GPU for a bucket.  ``prepare`` may follow, and then ``end``."""
         self._use(steps, device)
         if self._now is None or steps.measuring is not None:

@@ -35,7 +35,7 @@ class ScaleCopy(NamedTuple):
         return ScaleCopy(tuple(scales.shape), scales.stride(), offset, out.dtype, out.stride(), first)
 
 
-class Steps:
+class QuantiseSteps:
     """The launches of one bucket.
 
     Attributes:
