@@ -141,4 +141,4 @@ class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def label_of(names: Iterable[str]) -> str:
     """Returns the label of several transports: each name once, in order, joined by ``+``."""
-    return "+".join(dict.fromkeys(names))
+    return "+".join(dict.fromkeys(part for name in names for part in name.split("+")))
