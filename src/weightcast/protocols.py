@@ -113,7 +113,6 @@ class PlannedBucket(ABC):
 
     Attributes:
         layout: The tensors, or rows of them, in the bucket; the same on every rank.
-        counts: Number of sums that each rank takes, in order of rank.
         serves: Number of the slot and box of each part that engines read from this rank, if the bucket is scattered.
             All ranks together serve every element of the layout's tensors once, or the ranks on each of
             ``BucketUse.reading_hosts`` do, or they do for each of ``leg_hosts``.  Replicas are shared out by bytes.
@@ -123,9 +122,12 @@ class PlannedBucket(ABC):
 
     def __init__(self, layout: BucketLayout, group: TrainerGroup) -> None:
         self.layout = layout
-        self.counts: Sequence[int] = [0] * group.world_size
         self.serves: Sequence[tuple[int, Box]] = ()
         self.serves_to: Mapping[str, Sequence[tuple[int, Box]]] = {}
+
+    def count(self, rank: int) -> int:
+        """Number of sums that a rank takes.  On other ranks than the head, only their own may be known."""
+        return 0
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Works out what ``fill`` or ``sum_own`` takes.  Moves and communicates nothing, and reads no weights.

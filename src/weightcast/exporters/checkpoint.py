@@ -292,7 +292,10 @@ class _ReadBucket(PlannedBucket):
             read = self._ledger.group(slot.spec.name, number)
             for rank in use.receivers:
                 self._ledger.expect(rank, read)
-        self.counts = [self._ledger.count(rank) for rank in range(group.world_size)]
+
+    def count(self, rank: int) -> int:
+        """Implements ``PlannedBucket.count``."""
+        return self._ledger.count(rank)
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Implements ``PlannedBucket.prepare``."""

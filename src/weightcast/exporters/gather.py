@@ -21,7 +21,7 @@ from weightcast.digest.definition import partial_sums
 from weightcast.digest.source_sums import Folded, SourceSums, Taker
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
-from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
+from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, check_on_each_host, plan_gather
 from weightcast.exporters.held_parts import Batch, Held, HeldParts, InMemory, Local, Watch, is_ready, region, to_sum
 from weightcast.exporters.own_parts import OwnParts
 from weightcast.exporters.ownership import PartTable, SharedPart
@@ -54,6 +54,7 @@ class Gatherer:
         self._held = HeldParts(self._specs, local, watch, batch)
         self._shared = shared
         self._group: TrainerGroup | None = None
+        self._mine: dict[int, tuple[Sequence[SharedPart], tuple[str, ...], Sequence[SharedPart]]] = {}
 
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part, as ``PartTable.agree`` does.  Collective."""
@@ -61,16 +62,32 @@ class Gatherer:
             return
         prepare_kernels(group.device)
         self._shared.agree(group)
+        self._mine.clear()
         self._group = group
 
     def plan(self, layout: BucketLayout, group: TrainerGroup, use: BucketUse) -> GatherBucket:
-        """Plans a bucket.  ``ConfigError`` if the layout is not of these tensors."""
-        tensors = {
-            slot.spec.name: self._as_sent(number, slot.spec)
-            for slot in layout.slots
-            if (number := self._held.number.get(slot.spec.name)) is not None
-        }
+        """Plans a bucket.
+
+        ``ConfigError`` if the layout is not of these tensors, or a host lacks a part that its engines read there.
+        """
+        tensors: dict[str, tuple[TensorSpec, Sequence[SharedPart]]] = {}
+        for slot in layout.slots:
+            number = self._held.number.get(slot.spec.name)
+            if number is not None:
+                spec = self._as_sent(number, slot.spec)
+                parts = self._own(number, group, use) if use.scattered else self._all(number, spec)
+                tensors[slot.spec.name] = spec, parts
         return GatherBucket(plan_gather(layout, tensors, group, use), group, use, self._held)
+
+    def _own(self, number: int, group: TrainerGroup, use: BucketUse) -> Sequence[SharedPart]:
+        """The parts of a tensor that this rank holds; all of them on the head, which adds up the sums of all ranks."""
+        parts = self._shared.parts(number)
+        known = self._mine.get(id(parts), (None, (), ()))
+        if known[0] is not parts or known[1] != use.reading_hosts:  # tensors that are held alike share one list
+            check_on_each_host(self._specs[number].name, parts, group, use)
+            mine = parts if group.rank == 0 else [part for part in parts if group.rank in part.holders]
+            known = self._mine[id(parts)] = parts, use.reading_hosts, mine
+        return known[2]
 
     def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
         """Hosts whose ranks hold all tensors together; see ``Exporter.whole_on``."""
@@ -93,12 +110,17 @@ class Gatherer:
             if any(not _lies_as_it_travels(held, spec, group.device) for held in self._held.local(number))
         ]
 
-    def _as_sent(self, number: int, sent: TensorSpec) -> tuple[TensorSpec, Sequence[SharedPart]]:
-        """A tensor and its parts, for a layout that may have it in another dtype, to which it is cast then."""
-        spec, parts = self._specs[number], self._shared.parts(number)
+    def _as_sent(self, number: int, sent: TensorSpec) -> TensorSpec:
+        """A tensor for a layout that may have it in another dtype, to which it is cast then."""
+        spec = self._specs[number]
         if spec.dtype == sent.dtype or why_no_cast(spec.name, spec.torch_dtype, sent.torch_dtype):
-            return spec, parts
-        return msgspec.structs.replace(spec, dtype=sent.dtype), [replace(part, ready=False) for part in parts]
+            return spec
+        return msgspec.structs.replace(spec, dtype=sent.dtype)
+
+    def _all(self, number: int, sent: TensorSpec) -> Sequence[SharedPart]:
+        """The parts of a tensor that all ranks hold; what is cast cannot be sent as it is."""
+        parts = self._shared.parts(number)
+        return parts if sent is self._specs[number] else [replace(part, ready=False) for part in parts]
 
 
 class GatherBucket(PlannedBucket):
@@ -111,13 +133,16 @@ class GatherBucket(PlannedBucket):
 
     def __init__(self, plan: GatherPlan, group: TrainerGroup, use: BucketUse, held: HeldParts) -> None:
         super().__init__(plan.layout, group)
-        self.counts = [plan.ledger.count(rank) for rank in range(group.world_size)]
         self.serves, self.serves_to = plan.serves, plan.serves_to
         self._plan = plan
         self._group = group
         self.use = use
         self._held = held
         self._own = OwnParts(plan.layout, plan.own, held, group.device)
+
+    def count(self, rank: int) -> int:
+        """Implements ``PlannedBucket.count``."""
+        return self._plan.ledger.count(rank)
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Implements ``PlannedBucket.prepare``."""
@@ -134,7 +159,7 @@ class GatherBucket(PlannedBucket):
         if (group.rank in plan.receivers) != (data is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
         bucket = Bucket(self.layout, data) if data is not None else None
-        taker = sources.reserve(self.counts[group.rank]) if sources is not None else None
+        taker = sources.reserve(self.count(group.rank)) if sources is not None else None
         what = f"its part of bucket {self.layout.index}"
         sums = None
         with torch.no_grad():
@@ -162,7 +187,7 @@ class GatherBucket(PlannedBucket):
 
     def sum_own(self, sources: SourceSums) -> None:
         """Implements ``PlannedBucket.sum_own``."""
-        taker = sources.reserve(self.counts[self._group.rank])
+        taker = sources.reserve(self.count(self._group.rank))
         with torch.no_grad():
             if self._own:
                 self._own.sum_in_place(taker, self._own.look())

@@ -64,7 +64,7 @@ class GatherPlan:
     """
 
     layout: BucketLayout
-    receivers: tuple[int, ...]
+    receivers: Sequence[int]
     ledger: Ledger
     own: list[OwnPart] = field(default_factory=list[OwnPart])
     gathers: list[TensorSlot] = field(default_factory=list[TensorSlot])
@@ -82,16 +82,19 @@ def plan_gather(
 ) -> GatherPlan:
     """Works out one bucket's gather.
 
+    ``tensors`` has the parts of all ranks.  If nothing is gathered, this rank's own are enough, except on the head,
+    which adds up the sums of all.
+
     Raises:
-        ConfigError: The layout has a tensor that the exporter does not have, or no rank on a reading host holds a part.
+        ConfigError: The layout has a tensor that the exporter does not have.
     """
-    receivers = tuple(range(group.world_size)) if use.scattered else use.receivers
+    receivers = range(group.world_size) if use.scattered else use.receivers
     ledger = Ledger(len(layout.slots))
     plan = GatherPlan(layout, receivers, ledger, serves_to={host: [] for host in use.leg_hosts})
     budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
     budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
     load: Counter[int] = Counter()
-    far_load: Counter[int] = Counter()
+    turns, far_turns = _Turns(), _Turns()
     used: Counter[int] = Counter()
     waves: list[list[Parcel]] = []
     wave: list[Parcel] = []
@@ -116,15 +119,15 @@ def plan_gather(
                     mine = False
                     for host in use.leg_hosts:
                         near = [rank for rank in part.holders if host and group.hosts[rank] == host]
-                        chosen = _least_loaded(near or part.holders, load if host else far_load, size_bytes)
+                        chosen = (turns if host else far_turns).take(near or part.holders, size_bytes)
                         if chosen == group.rank:
                             plan.serves_to[host].append((index, box))
                             mine = True
                     if mine:
                         plan.serves.append((index, box))
                     continue
-                candidates = _on_each_host(slot, part, group, use) if use.reading_hosts else (part.holders,)
-                if group.rank in [_least_loaded(holders, load, size_bytes) for holders in candidates]:
+                candidates = _on_each_host(part, group, use) if use.reading_hosts else (part.holders,)
+                if group.rank in [turns.take(holders, size_bytes) for holders in candidates]:
                     plan.serves.append((index, box))
                 continue
             parcels = [] if gathered else list(_parcels(slot, part, box, receivers, load, budget_bytes))
@@ -183,7 +186,7 @@ def _expect_sums(plan: GatherPlan, index: int, part: SharedPart, box: Box, sourc
 
 
 def _in_rank_order(
-    slot: TensorSlot, parts: Sequence[SharedPart], group: TrainerGroup, receivers: tuple[int, ...]
+    slot: TensorSlot, parts: Sequence[SharedPart], group: TrainerGroup, receivers: Sequence[int]
 ) -> bool:
     """True if rank r holds the r-th of equal parts of the slot and every rank receives all of them."""
     world = group.world_size
@@ -202,7 +205,7 @@ def _parcels(
     slot: TensorSlot,
     part: SharedPart,
     box: Box,
-    receivers: tuple[int, ...],
+    receivers: Sequence[int],
     load: Counter[int],
     budget_bytes: int,
 ) -> Iterator[Parcel]:
@@ -228,21 +231,21 @@ def _parcels(
         yield parcel(small)
 
 
-def _on_each_host(slot: TensorSlot, part: SharedPart, group: TrainerGroup, use: BucketUse) -> list[list[int]]:
+def check_on_each_host(name: str, parts: Sequence[SharedPart], group: TrainerGroup, use: BucketUse) -> None:
+    """Raises ConfigError, the same on every rank, if a host whose engines read there lacks a part of a tensor."""
+    for part in parts:
+        for host, ranks in zip(use.reading_hosts, _on_each_host(part, group, use), strict=True):
+            if not ranks:
+                raise ConfigError(
+                    f"no trainer rank on host {host} holds {list(part.box.shape)} at {list(part.box.offset)} of "
+                    f"{name}, and engines there read it from trainer ranks of their host",
+                    hint="was the model sharded anew since connect()?",
+                )
+
+
+def _on_each_host(part: SharedPart, group: TrainerGroup, use: BucketUse) -> list[list[int]]:
     """The holders of a part on each host whose engines read it."""
-    hosts = group.hosts
-    found: dict[str, list[int]] = {host: [] for host in use.reading_hosts}
-    for rank in part.holders:
-        if hosts[rank] in found:
-            found[hosts[rank]].append(rank)
-    lacking = next((host for host, ranks in found.items() if not ranks), None)
-    if lacking is not None:
-        raise ConfigError(
-            f"no trainer rank on host {lacking} holds {list(part.box.shape)} at {list(part.box.offset)} of "
-            f"{slot.spec.name}, and engines there read it from trainer ranks of their host",
-            hint="was the model sharded anew since connect()?",
-        )
-    return list(found.values())
+    return [[rank for rank in part.holders if group.hosts[rank] == host] for host in use.reading_hosts]
 
 
 def _least_loaded(holders: Sequence[int], load: Counter[int], size_bytes: int) -> int:
@@ -250,6 +253,17 @@ def _least_loaded(holders: Sequence[int], load: Counter[int], size_bytes: int) -
     source = min(holders, key=lambda rank: (load[rank], rank))
     load[source] += size_bytes
     return source
+
+
+class _Turns:
+    """Shares out by bytes the parts that the same ranks hold, so that these can tell without the parts of others."""
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[int, ...], Counter[int]] = {}
+
+    def take(self, holders: Sequence[int], size_bytes: int) -> int:
+        """The holder that gives the next part of so many bytes."""
+        return _least_loaded(holders, self._loads.setdefault(tuple(holders), Counter()), size_bytes)
 
 
 def _cut_rows(box: Box, slot: TensorSlot) -> Box | None:

@@ -231,11 +231,7 @@ class Merger:
 
 
 class MergedBucket:
-    """The adapters of one bucket's weights.  Before the bucket is filled, every rank gathers them; they are small.
-
-    Attributes:
-        counts: Number of sums that each rank takes, in order of rank: of adapters in place, and as gathered.
-    """
+    """The adapters of one bucket's weights.  Before the bucket is filled, every rank gathers them; they are small."""
 
     def __init__(
         self, merger: Merger, by_peft: Sequence[int], gathered: GatherBucket | None, group: TrainerGroup
@@ -250,9 +246,11 @@ class MergedBucket:
         self._gathered = gathered
         self._device = group.device
         self._size = len(gathered.layout.slots) if gathered is not None else 0
-        counts = gathered.counts if gathered is not None else [0] * group.world_size
-        self.counts = [count + self._size for count in counts]
         self._sums = PlanSums([gathered.layout] if gathered is not None else ())
+
+    def count(self, rank: int) -> int:
+        """Number of sums that a rank takes: of adapters in place, and as gathered."""
+        return self._size + (self._gathered.count(rank) if self._gathered is not None else 0)
 
     def prepare(self, use: BucketUse) -> None:
         """Works out what ``begin`` needs, without reading or moving anything."""
@@ -282,7 +280,7 @@ class MergedBucket:
     def mismatches(self, answers: Sequence[torch.Tensor]) -> tuple[Mismatch, ...]:
         """Adapters whose replicas differ, or that a rank received with other values than their holders have.
 
-        ``answers`` are the sums of each rank in order, as many as ``counts`` says.
+        ``answers`` are the sums of each rank in order, as many as ``count`` says.
         """
         if self._gathered is None:
             return ()

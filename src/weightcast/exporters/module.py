@@ -96,9 +96,6 @@ class WeightsBucket(PlannedBucket):
         """Takes what computes the bucket's values; ``numbers`` are those of the tensors that they come from."""
         super().__init__(gathered.layout, group)
         self.serves, self.serves_to = gathered.serves, gathered.serves_to
-        self.counts = gathered.counts
-        if merged is not None:  # the adapters' sums come first
-            self.counts = [a + b for a, b in zip(merged.counts, gathered.counts, strict=True)]
         self._gathered = gathered
         self._group = group
         self._tensors = tensors
@@ -142,11 +139,15 @@ class WeightsBucket(PlannedBucket):
         if self._scaled is not None:
             self._scaled[0].end()
 
+    def count(self, rank: int) -> int:
+        """Implements ``PlannedBucket.count``; the adapters' sums come first."""
+        return self._gathered.count(rank) + (self._merged.count(rank) if self._merged is not None else 0)
+
     def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
         """Implements ``PlannedBucket.fold``."""
         if self._merged is None:
             return self._gathered.fold(answers)
-        pairs = [answer.tensor_split([count]) for answer, count in zip(answers, self._merged.counts, strict=True)]
+        pairs = [answer.tensor_split([self._merged.count(rank)]) for rank, answer in enumerate(answers)]
         folded = self._gathered.fold([weights for _, weights in pairs])
         found = self._merged.mismatches([adapters for adapters, _ in pairs])
         return replace(folded, mismatches=(*found, *folded.mismatches))

@@ -153,7 +153,10 @@ class _ComposedBucket(PlannedBucket):
     def __init__(self, layout: BucketLayout, group: TrainerGroup, cuts: Sequence[_Cut]) -> None:
         super().__init__(layout, group)
         self._cuts = cuts
-        self.counts = [sum(counts) for counts in zip(*(cut.bucket.counts for cut in cuts), strict=True)]
+
+    def count(self, rank: int) -> int:
+        """Implements ``PlannedBucket.count``."""
+        return sum(cut.bucket.count(rank) for cut in self._cuts)
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Implements ``PlannedBucket.prepare``."""
@@ -170,7 +173,7 @@ class _ComposedBucket(PlannedBucket):
         whole = Folded.unknown(self.layout)
         mismatches: list[Mismatch] = []
         for cut in self._cuts:
-            pairs = [answer.tensor_split([n]) for answer, n in zip(answers, cut.bucket.counts, strict=True)]
+            pairs = [answer.tensor_split([cut.bucket.count(rank)]) for rank, answer in enumerate(answers)]
             answers = [rest for _, rest in pairs]
             folded = cut.bucket.fold([mine for mine, _ in pairs])
             whole.sums[cut.numbers] = folded.sums

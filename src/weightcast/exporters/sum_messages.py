@@ -32,13 +32,14 @@ def decode(
     rest = [torch.frombuffer(bytearray(message), dtype=torch.int64) if message else _NONE for message in messages]
     folded: list[Folded] = []
     for one in planned:
-        short = [rank for rank, count in enumerate(one.counts) if len(rest[rank]) < count]
+        counts = [one.count(rank) for rank in range(len(rest))]
+        short = [rank for rank, count in enumerate(counts) if len(rest[rank]) < count]
         if short:
             raise TrainerRankFailed(
                 f"trainer rank {short[0]} sent too few sums of its shards: its model has changed since it was prepared"
             )
-        folded.append(one.fold([answer[:count] for answer, count in zip(rest, one.counts, strict=True)]))
-        rest = [answer[count:] for answer, count in zip(rest, one.counts, strict=True)]
+        folded.append(one.fold([answer[:count] for answer, count in zip(rest, counts, strict=True)]))
+        rest = [answer[count:] for answer, count in zip(rest, counts, strict=True)]
     return folded, dict(_buckets([one.layout for one in planned], rest))
 
 

@@ -246,8 +246,8 @@ class _Wrapped(PlannedBucket):
 
     def __init__(self, inner: PlannedBucket, group: TrainerGroup) -> None:
         super().__init__(inner.layout, group)
-        self.counts, self.serves, self.serves_to = inner.counts, inner.serves, inner.serves_to
-        self.fold = inner.fold
+        self.serves, self.serves_to = inner.serves, inner.serves_to
+        self.count, self.fold = inner.count, inner.fold
         self._inner = inner
 
     def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
