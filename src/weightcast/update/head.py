@@ -7,7 +7,7 @@ returns an ``AttemptResult``, which ``update/updater.py`` tells to every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -319,14 +319,14 @@ class Head:
             for link in self.run.targets:
                 link.broke_off(reason, whole=False)
 
-    def close(self) -> None:
-        """Closes the transport on both sides; safe to call twice."""
+    def close(self, staying: Collection[Link] = ()) -> None:
+        """Closes the transport on both sides; safe to call twice.  Notes of those ``staying`` wait for a report."""
         end_sessions(self.members.links, self._roster, "the trainer closes its connections")
         if not self.members.close_carriers() and self._mapped:  # no update, which would have made a transport
             leave_all(self._mapped)
         self._mapped = ()
         for link in self.members.links:
-            for note in link.take_notes():  # no report comes after this
+            for note in () if link in staying else link.take_notes():
                 log.warning("%s: %s", link.url, note)
 
     def fail(self, error: WeightcastError) -> AttemptResult:

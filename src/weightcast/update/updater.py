@@ -565,7 +565,8 @@ class WeightUpdater:
         assert result.plan is not None
         self._settled = False
         if self._head is not None:
-            self._head.close()  # engines unmap the buffers that are freed next, and map the new ones after that
+            # Engines unmap the buffers that are freed next, and map the new ones after that.
+            self._head.close(self._roster.links if self._roster is not None else ())
         self._head, self._served = head, result.served
         self._prepare(self._use(result.plan, layouts))
         self._settled = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 import torch
@@ -45,7 +46,7 @@ OPTIONS = st.fixed_dictionaries(
     whole=st.booleans(),
 )
 def test_plan_serves_every_rank_once_and_is_the_same_for_all_who_hear_it(
-    trainers: list[str], engines: list[EngineInfo], options: dict[str, object], whole: bool
+    trainers: list[str], engines: list[EngineInfo], options: dict[str, Any], whole: bool
 ) -> None:
     answers = {f"http://e{number}": info for number, info in enumerate(engines)}
     planner = planner_of(
@@ -100,4 +101,4 @@ def test_plan_serves_every_rank_once_and_is_the_same_for_all_who_hear_it(
     if limit is not None:
         for cell in plan.cells:
             members = sum(answers[url].tp_size for url in cell)
-            assert len(cell) == 1 or members <= int(str(limit)) or any(plan.targets[0].near)
+            assert len(cell) == 1 or members <= limit or any(plan.targets[0].near)
