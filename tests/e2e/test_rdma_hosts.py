@@ -100,7 +100,7 @@ def test_engines_on_other_hosts_read_what_they_keep_and_prove_it(tmp_path, place
         assert answers[0] == answers[1]
         rows, digests, size_bytes = answers[0]
         assert [(row["transport"], row["proof"], row["version_after"]) for row in rows] == [
-            ("direct", "resident", version) for version in (1, 1, 2, 2)
+            ("rdma", "resident", version) for version in (1, 1, 2, 2)
         ]
         assert [engine.digests() for engine in chosen] == [digests] * 2
         assert all(set(each.values()).isdisjoint(digests.values()) for each in before)
