@@ -39,11 +39,6 @@ class ServedParts:
         self._views: tuple[int, Sequence[tuple[str, torch.Tensor]]] = 0, ()  # in the buffer at this address
         self._sent: tuple[Shared, tuple[BucketPart, ...], tuple[Pack, ...], bytes] | None = None
 
-    @property
-    def boxes(self) -> Sequence[tuple[int, Box]]:
-        """Number of the slot and box of each part."""
-        return self._planned.serves
-
     @cached_property
     def parts(self) -> tuple[BucketPart, ...]:
         """The parts in the form of the wire."""

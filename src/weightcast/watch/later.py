@@ -43,7 +43,7 @@ class _Later:
             while self._jobs:
                 try:
                     self._jobs.popleft()()
-                except Exception:
+                except Exception:  # exporters of spans are other people's code, and the rest must still be done
                     log.exception("what was put off until the update was over has failed")
 
     def _run(self) -> None:
