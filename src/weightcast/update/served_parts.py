@@ -77,7 +77,7 @@ class ServedParts:
         address = bucket.data.data_ptr()
         if self._views[0] != address:
             slots = bucket.layout.slots
-            views = [(slots[number].spec.name, region(bucket, slots[number], box)) for number, box in self.boxes]
+            views = [(slots[part].spec.name, region(bucket, slots[part], box)) for part, box in self._planned.serves]
             self._views = address, views
         return self._views[1]
 
