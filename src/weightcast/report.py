@@ -26,16 +26,31 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         by: What carries them: ``"mapped"`` (engine ranks read the weights where trainer ranks keep them), ``"buffer"``
             (they read a shared bucket), ``"group"`` (an nccl or gloo group), ``"rdma"`` or ``"file"``.
+        bytes: Bytes that these engine ranks took over this leg, together; 0 until the target has taken everything.
+            Each rank takes whole buckets where tensors are gathered, and otherwise the parts that it keeps.
+        seconds: Time in which at least one bucket was announced to the target and not yet taken.  It includes the
+            engine's copies and sums, not the pauses in which the trainer gathers the next bucket.  All legs of a target
+            have the same.
     """
 
     ranks: tuple[int, ...]
     by: str
     trainers: tuple[int, ...]
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate at which the leg delivered; 0 if it is not known."""
+        return self.bytes / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
         """The leg in words."""
         ours = f"trainer rank{'s' * (len(self.trainers) > 1)} {_ranges(self.trainers)}"
-        return f"rank{'s' * (len(self.ranks) > 1)} {_ranges(self.ranks)} by {self.by} from {ours}"
+        theirs = f"rank{'s' * (len(self.ranks) > 1)} {_ranges(self.ranks)}"
+        taken = f": {format_bytes(self.bytes)}" if self.bytes else ""
+        at = f" at {format_rate(self.bytes_per_s)}" if self.bytes_per_s else ""
+        return f"{self.by} from {ours} to {theirs}{taken}{at}"
 
 
 class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +75,8 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         peak_extra_bytes: Most extra memory of any engine rank during the session, in bytes.
         not_updated: Names of the engine's tensors that this update did not write.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
-        legs: What carries the weights to each engine rank from each trainer rank; empty if none was tried.
+        legs: What carries the weights to each engine rank from each trainer rank, how many bytes it carried and how
+            fast; empty if none was tried.
         message: Further information; the engine's own words after a refusal.
         notes: Failures beside the update that did not stop it, such as a group that the engine did not leave.
     """
@@ -198,7 +214,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             proof = f"proof {row.proof}{part}"
             by = f", by {row.transport}" if mixed and row.transport else ""
             lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}{by}")
-            if len(row.legs) > 1:
+            if len(row.legs) > 1 or any(leg.bytes for leg in row.legs):
                 lines.append(f"              {'; '.join(map(str, row.legs))}")
             if row.not_updated:
                 shown = ", ".join(row.not_updated[:5])
@@ -257,6 +273,12 @@ def one_line(text: str) -> str:
 def count_of(count: int, word: str) -> str:
     """Returns ``"1 rank"``, ``"2 ranks"``."""
     return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Formats ``1234567890`` as ``"1.23 GB/s"``."""
+    rate = bytes_per_s / 1e9
+    return f"{rate:.0f} GB/s" if rate >= 100 else f"{rate:.3g} GB/s"
 
 
 def format_bytes(count: int) -> str:

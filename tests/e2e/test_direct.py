@@ -32,6 +32,7 @@ from tests.helpers.harness import (
 )
 from tests.helpers.ranks import Ranks, trainer_jobs
 from tests.helpers.tiny import tiny_model
+from tests.helpers.toy_engine import toy_weights
 from weightcast import ConfigError, UpdateFailed
 from weightcast.comm import nixl
 from weightcast.comm.group_moves import Move
@@ -119,6 +120,9 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
 )
 def test_engines_read_shards_and_prove_them_update_after_update(fresh, jobs, mesh_shape, bucket_bytes, way):
     chosen = [fresh("--local"), fresh("--tp", "2"), fresh("--local", "--staging", "none", "--computed")]
+    weights = toy_weights(seed=0)
+    whole = sum(tensor.nbytes for tensor in weights.values())
+    twice = sum(tensor.nbytes for name, tensor in weights.items() if ".up." not in name and ".down." not in name)
     versions = [next_version() for _ in range(3)]
     urls = [engine.url for engine in chosen]
     ranks = jobs(2 * len(mesh_shape))
@@ -128,6 +132,10 @@ def test_engines_read_shards_and_prove_them_update_after_update(fresh, jobs, mes
             report = json.loads(text)
             assert [row["version_after"] for row in report["targets"]] == [version] * 3
             assert [row["proof"] for row in report["targets"]] == ["resident", "resident", "partial"]
+            for row, expected in zip(report["targets"], [whole, whole + twice, whole], strict=True):
+                (leg,) = row["legs"]
+                assert leg["bytes"] == expected
+                assert 0 < leg["seconds"] < report["seconds"]
     assert [serves_whole(engine) for engine in chosen[:2]] == [versions[-1]] * 2
 
 

@@ -190,6 +190,9 @@ def test_bytes_between_ranks_of_one_host_go_by_memory_and_only_the_rest_on_the_w
     }
     assert legs(rows[1]) == {((0,), "buffer", on_alpha), ((0,), "group", on_beta)}
     assert legs(rows[2]) == {((0, 1), "buffer", on_beta), ((0, 1), "group", on_alpha)}
+    everywhere = [leg for row in rows for leg in row["legs"]]
+    assert sum(leg["bytes"] for leg in everywhere if leg["by"] == "group") == sum(outward)
+    assert sum(leg["bytes"] for leg in rows[1]["legs"]) == sum(tensor.nbytes for tensor in weights_of(0).values())
 
 
 def update_all(job: Ranks, engines: list[SpreadEngine], mesh: tuple[int, ...], **options: object) -> list[dict]:

@@ -36,6 +36,7 @@ from weightcast.comm.http import Client
 from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.exporters.module import WeightsBucket
+from weightcast.report import format_bytes, format_rate
 from weightcast.update import bucket_memory
 from weightcast.update.head import Head
 from weightcast.wire.messages import Close
@@ -71,6 +72,11 @@ def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport,
         assert row.ranks == row.digests_matched == len(engine.info().ranks)
         assert row.digest == model_digest(digests_of(version, engine.dtype)) == engine.info().digest
         assert row.not_updated == ()
+        (leg,) = row.legs
+        assert (leg.ranks, leg.bytes) == (tuple(range(row.ranks)), report.bytes * row.ranks)
+        assert 0 < leg.seconds < report.seconds
+        assert f"{leg.by} from trainer rank 0 to rank" in str(report)
+        assert f"{format_bytes(leg.bytes)} at {format_rate(leg.bytes_per_s)}" in str(report)
     assert report.digest == model_digest(digests_of(version, travels))
     assert json.loads(report.to_json())["version"] == version
     assert str(version) in str(report)

@@ -284,6 +284,7 @@ class WeightReceiver:
         self._end()
         self.loader.begin(message.plan)
         self._received.begin(self.loader.plan.sums)
+        self._shares.begin()
         self._take_owner(message.owner)
         self._open = message
         self._committed = ""
@@ -429,7 +430,7 @@ class WeightReceiver:
         received = self._received.by_name() if message.by_name else {}
         of_all = "" if message.by_name else self._received.of_all()
         self._verify_s = self._did("verify", started)
-        return self._ack(received=received, received_all=of_all, held=written)
+        return self._ack(received=received, received_all=of_all, held=written, taken=self._shares.taken)
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""

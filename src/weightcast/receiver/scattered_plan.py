@@ -82,6 +82,7 @@ class ScatteredPlan:
     Attributes:
         buffers: The copies out of each buffer.
         wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
+        read_bytes: Bytes that are read out of each buffer.
         prepared: The launches of a copier, which go with the plan.
     """
 
@@ -89,6 +90,7 @@ class ScatteredPlan:
     parts: BufferParts | tuple[MappedPart, ...]
     buffers: Sequence[Sequence[ShareCopy]]
     wholes: Mapping[int, Sequence[BufferBox]]
+    read_bytes: Sequence[int]
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
 
 
@@ -233,6 +235,7 @@ def _plan_copies(
 ) -> ScatteredPlan:
     """The copies, once it is shown that together they are each element of each route, once."""
     buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
+    read_bytes = [0] * num_buffers
     wholes: dict[int, Sequence[BufferBox]] = {}
     for number, slot in enumerate(layout.slots):
         name, found = slot.spec.name, sources.get(number, ())
@@ -241,6 +244,8 @@ def _plan_copies(
             if sum(source.box.numel for source in found) != rows.numel:
                 raise Refused(f"{name}: not every element would arrive once")
             wholes[number] = found
+            for source in found:
+                read_bytes[source.buffer] += source.box.numel * slot.spec.torch_dtype.itemsize
         for index, route in enumerate(routes.by_source.get(name, ())):
             copied = 0
             for source in found:
@@ -249,10 +254,12 @@ def _plan_copies(
                     copy = _copy_of(piece, source)
                     buffers[source.buffer].append(ShareCopy(slot, copy, piece.box, routes.firsts[name] + index))
                     copied += piece.box.numel
+                    if not computed:
+                        read_bytes[source.buffer] += piece.box.numel * slot.spec.torch_dtype.itemsize
             expected = intersection(route.box, rows)
             if copied != (expected.numel if expected is not None else 0):
                 raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")
-    return ScatteredPlan(layout, parts, buffers, wholes)
+    return ScatteredPlan(layout, parts, buffers, wholes, read_bytes)
 
 
 def _copy_of(piece: Route, source: BufferBox) -> Copy:

@@ -422,6 +422,7 @@ class SessionHandler:
             received_all=received_all,
             received=received,
             received_ranks=agreeing,
+            taken=tuple(ack.taken for ack in acks) if any(any(ack.taken) for ack in acks) else (),
             mismatched=differing,
             not_updated=session.not_updated,
             unproven=unproven,

@@ -17,6 +17,7 @@ from weightcast.receiver.sources.broadcast import GroupSource, Passing
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
+from weightcast.wire.answers import NOTHING_TAKEN, Taken
 from weightcast.wire.bucket_sources import (
     ExchangeSource,
     IpcSource,
@@ -46,19 +47,31 @@ class _Room:
 
 @dataclass(slots=True)
 class Shares:
-    """Reads a rank's shares out of memory on this host, out of messages, or out of memory on any host."""
+    """Reads a rank's shares out of memory on this host, out of messages, or out of memory on any host.
+
+    Attributes:
+        taken: As ``RankAck.taken``.
+    """
 
     loader: Loader
     memory: SharedMemorySource
     groups: GroupSource
     device: torch.device
     remote: RemoteMemorySource = field(init=False)
+    taken: Taken = NOTHING_TAKEN
     _rooms: list[_Room] = field(default_factory=list)
     _turn: int = 0
     _named: tuple[Wanted, str] | None = None
 
     def __post_init__(self) -> None:
         self.remote = RemoteMemorySource(self.device)
+
+    def begin(self) -> None:
+        """Starts an update, of which nothing was taken."""
+        self.taken = NOTHING_TAKEN
+
+    def _took(self, *, in_memory: int = 0, in_messages: int = 0) -> None:
+        self.taken = self.taken[0] + in_memory, self.taken[1] + in_messages
 
     def wanted(self) -> bytes:
         """The boxes that this rank must get, for the trainer ranks."""
@@ -120,6 +133,7 @@ class Shares:
             arrived = time.monotonic()
             self.loader.load_scattered(memories, plan, far=self.memory.far(memories), summed=summed)
             wait_for_streams(self.device, *(memory.device for memory in memories))
+            self._took(in_memory=sum(plan.read_bytes))
             return arrived
         if isinstance(source, RemoteSource):
             plan = scattered.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers), read=True)
@@ -129,6 +143,7 @@ class Shares:
             arrived = time.monotonic()
             self.loader.load_scattered([received], plan.copies, summed=summed)
             wait_for_streams(self.device)
+            self._took(in_memory=plan.size_bytes)
             return arrived
         plan = scattered.plan_exchange(layout, source.parts)
         relay = self.groups.relay(source.group)
@@ -145,6 +160,7 @@ class Shares:
         arrived = time.monotonic()
         self.loader.load_scattered([received], plan.copies, summed=summed)
         wait_for_streams(self.device)
+        self._took(in_messages=plan.size_bytes)
         return arrived
 
     def _take_legs(
@@ -170,6 +186,7 @@ class Shares:
         far = {1 + number for number in self.memory.far(here)}
         self.loader.load_scattered([room.data, *here], plan.copies, far=far, summed=summed)
         wait_for_streams(self.device, *(memory.device for memory in here))
+        self._took(in_memory=sum(plan.copies.read_bytes[1:]), in_messages=plan.size_bytes)
         return arrived
 
     def trim(self) -> None:

@@ -108,7 +108,8 @@ class Feed:
         if not self._sockets:
             self._begin(memories, what)
         first = memories[0].first_byte
-        self._ask(pickle_writer.pickled(table(layout, first)), what)
+        with self.link.session.moves():
+            self._ask(pickle_writer.pickled(table(layout, first)), what)
         self.link.session.took_over()
 
     def finish(self) -> None:

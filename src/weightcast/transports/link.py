@@ -214,10 +214,10 @@ class Link:
         outcome = self.outcome
         return (self.session.committed is None or outcome.failed is not None) and outcome.reverted is None
 
-    def row(self) -> TargetReport:
-        """Returns the target's row in the report; its notes go there."""
+    def row(self, size_bytes: int) -> TargetReport:
+        """Returns the target's row in the report, given the bytes of all tensors; its notes go there."""
         self.outcome.notes += self.take_notes()
-        return self.outcome.row(self.url, self.session, self.answer if self.is_unsure else None)
+        return self.outcome.row(self.url, self.session, self.answer if self.is_unsure else None, size_bytes)
 
     def take_notes(self) -> tuple[str, ...]:
         """Returns the notes since the last call, each once."""
@@ -447,9 +447,9 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
     half = not link.stages
     link.touch()
     try:
-        link.session.took_over(
-            await link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket)
-        )
+        with link.session.moves():
+            answer = await link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket)
+        link.session.took_over(answer)
     except DeadlineExceeded as error:
         raise TargetLost(
             f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half

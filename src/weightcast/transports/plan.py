@@ -23,7 +23,7 @@ CarrierName = Literal["mapped", "buffer", "group", "rdma", "file"]
 _MEMORY: frozenset[CarrierName] = frozenset(("mapped", "buffer", "rdma"))
 
 
-def reads_memory(carriers: Collection[CarrierName]) -> bool:
+def reads_memory(carriers: Collection[str]) -> bool:
     """True if engine ranks read memory of trainer ranks."""
     return not _MEMORY.isdisjoint(carriers)
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from weightcast.comm.http import Lease
 from weightcast.digest.sent import Sent
 from weightcast.errors import VerificationFailed, WeightcastError
-from weightcast.report import TargetReport, TargetStatus
+from weightcast.report import LegReport, TargetReport, TargetStatus
 from weightcast.runtime.deadline import Deadline
-from weightcast.transports.plan import TargetPlan
+from weightcast.transports.plan import TargetPlan, reads_memory
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Commit
@@ -42,6 +46,7 @@ class LinkSession:
         asked: The Commit; None before it is sent.
         opening: Waits for the answer to Open.
         limit_s: Deadline of one answer, in seconds.
+        moving_s: Seconds in which at least one bucket was announced and not yet taken.
         answered_at: When each bucket was answered, as ``time.monotonic``, by index.
         awaited: Deadline of each bucket that is not answered, by index.
     """
@@ -60,9 +65,43 @@ class LinkSession:
     opening: asyncio.Task[Any] | None = None
     limit_s: float = 30.0
     lease: Lease | None = None
+    moving_s: float = 0.0
     answered_at: dict[int, float] = field(default_factory=dict[int, float])
     awaited: dict[int, Deadline] = field(default_factory=dict[int, Deadline])
     _adding: threading.Lock = field(default_factory=threading.Lock)
+    _moving: int = 0  # buckets
+    _moving_since: float = 0.0
+
+    @contextmanager
+    def moves(self) -> Generator[None]:
+        """Counts the time in which a bucket is on its way; two may be at once."""
+        with self._adding:
+            self._moving += 1
+            if self._moving == 1:
+                self._moving_since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._adding:
+                self._moving -= 1
+                if not self._moving:
+                    self.moving_s += time.monotonic() - self._moving_since
+
+    def legs(self, plan: TargetPlan, size_bytes: int) -> tuple[LegReport, ...]:
+        """The legs of the target's plan with what they carried, given the bytes of all tensors."""
+        if self.closed is None:
+            return plan.legs
+        taken = self.closed.taken
+
+        def of(leg: LegReport) -> LegReport:
+            if plan.gathers:
+                found = size_bytes * len(leg.ranks)
+            else:
+                by_message = not reads_memory([leg.by])
+                found = sum(one[by_message] for rank, one in enumerate(taken) if rank in leg.ranks)
+            return msgspec.structs.replace(leg, bytes=found, seconds=self.moving_s)
+
+        return tuple(map(of, plan.legs))
 
     def took_over(self, ack: Ack | None = None) -> None:
         """Counts a bucket that the engine has loaded.  The answer to the last bucket may answer Close too."""
@@ -150,10 +189,13 @@ class Outcome:
         if ack.unproven:
             self.add(f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them")
 
-    def row(self, url: str, session: LinkSession, now: EngineInfo | WeightcastError | None) -> TargetReport:
+    def row(
+        self, url: str, session: LinkSession, now: EngineInfo | WeightcastError | None, size_bytes: int
+    ) -> TargetReport:
         """Returns the target's row in the report.
 
         ``now`` is the result of another probe, for a target that has not committed or has failed; None for others.
+        ``size_bytes`` has the bytes of all tensors.
         """
         ack = session.committed
         answer = self.reverted or ack
@@ -194,7 +236,7 @@ class Outcome:
             peak_extra_bytes=session.peak_extra_bytes if ack is not None else 0,
             not_updated=ack.not_updated if ack is not None else (),
             transport=self.plan.transport,
-            legs=self.plan.legs,
+            legs=session.legs(self.plan, size_bytes),
             message=message,
             notes=tuple(self.notes),
         )

@@ -107,7 +107,8 @@ class UpdateRun:
         if unsure:
             with self.phase("recover"):
                 roster.look(unsure, hasty=True)
-        rows = {link: link.row() for link in self.targets}
+        size_bytes, carriers = total_bytes(members.specs), members.carriers
+        rows = {link: link.row(size_bytes) for link in self.targets}
         digest, changed = verifier.digest, None
         moved_on = any(row.status == "serving" for row in rows.values())
         if moved_on:
@@ -120,7 +121,6 @@ class UpdateRun:
             if link.session.committed is not None:
                 link.start.digest = digest
             link.ended(row, version=self.version, moved_on=moved_on)
-        size_bytes, carriers = total_bytes(members.specs), members.carriers
         seconds = time.monotonic() - self._started
         phases = self._phases | {"other": max(seconds - self._on_head_s, 0.0)}
         phases = {name: round(taken_s, 6) for name, taken_s in phases.items()}

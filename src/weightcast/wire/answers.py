@@ -8,12 +8,15 @@ import msgspec
 
 from weightcast.wire.fields import Count, Digest, Rank, RankSteps, Text, Version
 from weightcast.wire.held import NOTHING_HELD, HeldSums
+from weightcast.wire.layout import Size
 
 MAPPING_FAILED = 421  # HTTP status of an answer with the cause ``mapping``
 GROUP_FAILED = 424  # HTTP status of an answer with the cause ``group``
 UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan or source must be sent in full
 
 State = Literal["serving", "updating", "quarantined"]
+Taken = tuple[Size, Size]  # bytes read out of trainer ranks' memory, and bytes that came in messages
+NOTHING_TAKEN: Taken = (0, 0)
 Cause = Literal["engine", "group", "mapping"]
 
 
@@ -32,6 +35,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         received_all: After Close: one digest of everything that arrived (``digest.bucket_sums.Totals``).
         received: Digest by name of each tensor that arrived; after a Close that asks for it.
         held: Sums of the parts of the source tensors that this rank keeps.
+        taken: After Close: what this rank has taken of its share, if it receives no more than that.
         unproven: Names of source tensors whose place in the model cannot be read back.
         part: After ReadChunk: bytes of the chunk, from the rank that was asked.  After TellBoxes: the boxes, encoded.
         chunks: After Fetch: number of chunks that this rank fetches in all.
@@ -52,6 +56,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     received_all: str = ""
     received: dict[str, str] = {}
     held: HeldSums = NOTHING_HELD
+    taken: Taken = NOTHING_TAKEN
     unproven: tuple[str, ...] = ()
     part: bytes = b""
     chunks: Count = 0
@@ -72,6 +77,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ranks that receive no more than they keep, the model digest of all that was announced and is kept.
         received: After a Close that asks for it: rank 0's digest by name of each tensor that arrived.
         received_ranks: After Close: number of ranks that received the same.
+        taken: After Close: ``RankAck.taken`` of each rank; empty if every rank receives all.
         digest: After a Commit with a digest, and after Revert: model digest of what the ranks keep together.
         resident: After Readback: digest by name of each tensor that the ranks keep together.
         resident_ranks: After Commit: number of ranks that keep exactly what was expected.
@@ -100,6 +106,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     received_all: Digest = ""
     received: dict[str, Digest] = {}
     received_ranks: Count = 0
+    taken: tuple[Taken, ...] = ()
     digest: Digest = ""
     resident: dict[str, Digest] = {}
     resident_ranks: Count = 0

@@ -35,7 +35,7 @@ from weightcast.wire.fields import (
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, UpdateTables
 
-PROTOCOL = 8
+PROTOCOL = 9
 Way = Literal["buckets", "memory", "messages", "reads"]
 # Paths at which an engine gives chunks of its weights to another engine, and tells which boxes its ranks want.
 CHUNK = "/weightcast/chunk"

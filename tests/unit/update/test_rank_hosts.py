@@ -131,9 +131,9 @@ def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_other
     # The played trainer has all weights on each of its hosts.
     assert (link.plan.reads, link.plan.near, link.members) == (("a", "b", ""), (0, 1), (2,))
     assert list(map(str, link.plan.legs)) == [
-        "rank 0 by buffer from trainer ranks 0-1",
-        "rank 1 by buffer from trainer rank 2",
-        "rank 2 by group from trainer ranks 0-2",
+        "buffer from trainer ranks 0-1 to rank 0",
+        "buffer from trainer rank 2 to rank 1",
+        "group from trainer ranks 0-2 to rank 2",
     ]
     own, other = (BucketPart(slot=0, offset=(row,), shape=(2,)) for row in (0, 2))
     buffers = [
