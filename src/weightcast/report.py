@@ -78,7 +78,8 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         legs: What carries the weights to each engine rank from each trainer rank, how many bytes it carried and how
             fast; empty if none was tried.
         message: Further information; the engine's own words after a refusal.
-        notes: Failures beside the update that did not stop it, such as a group that the engine did not leave.
+        notes: Failures beside the update that did not stop it, such as a group that the engine did not leave, and a
+            rate far below the usual one.
     """
 
     url: str

@@ -34,6 +34,7 @@ from weightcast.runtime.deadline import Deadline
 from weightcast.transports.health import LinkHealth
 from weightcast.transports.plan import TargetPlan
 from weightcast.transports.session import UNPLANNED, LinkSession, Outcome
+from weightcast.transports.usual_rates import UsualRates
 from weightcast.watch.events import Asked
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
@@ -99,6 +100,7 @@ class Link:
         session: The last attempt at an update.
         outcome: The target in the last update.
         notes: Failures that did not fail the update, since ``take_notes`` was last called.
+        rates: The rates of its updates.
     """
 
     client: Client
@@ -113,6 +115,7 @@ class Link:
     session: LinkSession = field(default_factory=LinkSession)
     outcome: Outcome = field(default_factory=Outcome)
     notes: list[str] = field(default_factory=list[str])
+    rates: UsualRates = field(default_factory=UsualRates, repr=False)
     _info: EngineInfo | None = None
     _adapter: Adapter | None = None
 
@@ -214,10 +217,16 @@ class Link:
         outcome = self.outcome
         return (self.session.committed is None or outcome.failed is not None) and outcome.reverted is None
 
-    def row(self, size_bytes: int) -> TargetReport:
-        """Returns the target's row in the report, given the bytes of all tensors; its notes go there."""
+    def row(self, size_bytes: int = 0, together: object = None) -> TargetReport:
+        """Returns the target's row in the report, given the bytes of all tensors; its notes go there.
+
+        ``together`` is as for ``UsualRates``.
+        """
+        legs = self.session.legs(self.outcome.plan, size_bytes)
+        if self.session.committed is not None and (low := self.rates.look(self.url, legs, together)):
+            self.outcome.notes.append(low)
         self.outcome.notes += self.take_notes()
-        return self.outcome.row(self.url, self.session, self.answer if self.is_unsure else None, size_bytes)
+        return self.outcome.row(self.url, self.session, self.answer if self.is_unsure else None, legs)
 
     def take_notes(self) -> tuple[str, ...]:
         """Returns the notes since the last call, each once."""

@@ -190,12 +190,15 @@ class Outcome:
             self.add(f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them")
 
     def row(
-        self, url: str, session: LinkSession, now: EngineInfo | WeightcastError | None, size_bytes: int
+        self,
+        url: str,
+        session: LinkSession,
+        now: EngineInfo | WeightcastError | None,
+        legs: tuple[LegReport, ...],
     ) -> TargetReport:
         """Returns the target's row in the report.
 
         ``now`` is the result of another probe, for a target that has not committed or has failed; None for others.
-        ``size_bytes`` has the bytes of all tensors.
         """
         ack = session.committed
         answer = self.reverted or ack
@@ -236,7 +239,7 @@ class Outcome:
             peak_extra_bytes=session.peak_extra_bytes if ack is not None else 0,
             not_updated=ack.not_updated if ack is not None else (),
             transport=self.plan.transport,
-            legs=session.legs(self.plan, size_bytes),
+            legs=legs,
             message=message,
             notes=tuple(self.notes),
         )

@@ -108,7 +108,7 @@ class UpdateRun:
             with self.phase("recover"):
                 roster.look(unsure, hasty=True)
         size_bytes, carriers = total_bytes(members.specs), members.carriers
-        rows = {link: link.row(size_bytes) for link in self.targets}
+        rows = {link: link.row(size_bytes, carriers.signature) for link in self.targets}
         digest, changed = verifier.digest, None
         moved_on = any(row.status == "serving" for row in rows.values())
         if moved_on:

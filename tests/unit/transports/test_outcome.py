@@ -26,7 +26,7 @@ def test_row_after_a_lost_answer_to_commit_claims_no_version_as_proven(now, stat
     link = link_to(SERVED, URL)
     link.outcome = Outcome(info=SERVED, failed=TargetLost(f"{URL}: no answer to commit", url=URL), in_doubt=True)
     link.answered(now, waited=True)
-    row = link.row(0)
+    row = link.row()
     assert (row.status, row.version_before, row.version_after) == (status, 7, version_after)
     assert (row.proof, row.digest, row.digests_matched) == ("none", None, 0)
     assert "no answer to commit" in row.message

@@ -34,7 +34,7 @@ def row_of(link: Link, ack: Ack, digest: str, proven: int) -> TargetReport:
     connecting = members_of({link.url: link.info})
     link.session.committed, link.outcome = ack, Outcome(info=link.info)
     Verifier(connecting.members, planner_of().exporter).compare_kept(link, ack, digest, proven)
-    return link.row(0)
+    return link.row()
 
 
 def committed(unproven: tuple[str, ...]) -> Ack:
