@@ -244,9 +244,14 @@ class Exporter(ABC):
         """
         return hosts
 
-    def unmappable(self, group: TrainerGroup) -> Collection[str]:
-        """Names of tensors that engines cannot read where this rank keeps them: cast or computed when they are sent."""
-        return [spec.name for spec in self.specs()]
+    def unmappable(self, group: TrainerGroup, specs: Sequence[TensorSpec], *, casts: bool) -> Collection[str]:
+        """Names of tensors that engines cannot read where this rank keeps them: it casts or computes them.
+
+        Args:
+            specs: The tensors of ``specs()``, in order, in the dtypes in which they travel.
+            casts: True if engines cast what they read, as ``is_copied_cast`` says.
+        """
+        return [spec.name for spec in specs]
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first, given the tokens before it.  Collective."""

@@ -218,7 +218,7 @@ def share_memory(model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placem
     return buffer
 
 
-def map_other_memory(wanted: Callable[[], bool]) -> Callable[[], None]:
+def map_other_memory(wanted: Callable[[], bool], *, byte: int = 0) -> Callable[[], None]:
     """Engines map a copy of this rank's weights in which one bit is another, while ``wanted``; returns the undoing."""
     share, kept = MappedShares.share, list[SharedBuffer]()
 
@@ -230,7 +230,7 @@ def map_other_memory(wanted: Callable[[], bool]) -> Callable[[], None]:
         assert real is not None
         other = SharedBuffer(real.data.numel(), torch.device("cpu"))
         other.data.copy_(real.data)
-        other.data[0] ^= 1
+        other.data[byte] ^= 1
         kept.append(other)
         return msgspec.structs.replace(found, memories=(other.handle(),))
 

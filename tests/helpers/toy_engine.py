@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ def toy_weights(*, seed: int, rows: int = 96, width: int = 64, layers: int = 3) 
     return weights
 
 
+def toy_dtypes(names: Iterable[str], dtype: str, *, wide_norms: bool) -> dict[str, torch.dtype]:
+    """The dtype that an engine keeps each weight in."""
+    return {name: torch.float32 if wide_norms and ".norm." in name else getattr(torch, dtype) for name in names}
+
+
 class ToyModel(nn.Module):
     """Keeps its slices of the weights, as an engine rank does."""
 
@@ -61,16 +66,16 @@ class ToyModel(nn.Module):
         *,
         tp_rank: int,
         tp_size: int,
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
         computed: bool = False,
     ) -> None:
         super().__init__()
         self.computed = computed
         self.tp_rank, self.tp_size = tp_rank, tp_size
-        self.specs = [TensorSpec.of(name, tensor, dtype=dtype) for name, tensor in weights.items()]
+        self.specs = [TensorSpec.of(name, tensor, dtype=dtypes[name]) for name, tensor in weights.items()]
         self.kept = nn.ParameterDict()
         for name, tensor in weights.items():
-            part = self.slice(name, tensor).to(dtype, copy=True).contiguous()
+            part = self.slice(name, tensor).to(dtypes[name], copy=True).contiguous()
             self.kept[name.replace(".", "/")] = nn.Parameter(part, requires_grad=False)
 
     def slice(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,6 +106,7 @@ class ToyWorker:
         rows: int,
         staging: str,
         dtype: str,
+        wide_norms: bool = False,
         devices: tuple[str, ...] = ("cpu",),
         keep_storage: bool = False,
         computed: bool = False,
@@ -116,7 +122,8 @@ class ToyWorker:
         torch.set_num_threads(1)
         device = torch.device(devices[rank % len(devices)])
         weights = toy_weights(seed=seed, rows=rows)
-        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtype=getattr(torch, dtype), computed=computed)
+        dtypes = toy_dtypes(weights, dtype, wide_norms=wide_norms)
+        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtypes=dtypes, computed=computed)
         self.receiver = WeightReceiver(
             model.to(device),
             load_weights=model.load_weights,
@@ -202,6 +209,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--computed", action="store_true", help="the loader computes with norms")
     parser.add_argument("--keep-storage", action="store_true", help="a flip moves contents also on the device")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--wide-norms", action="store_true", help="norms are kept in float32")
     parser.add_argument("--devices", default="cpu", help="comma-separated, one for each rank")
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--pid", type=int, help="process number that every rank says it has, as in a container")
@@ -223,6 +231,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     settings["devices"] = devices
     settings["keep_storage"] = args.keep_storage
     settings["computed"] = args.computed
+    settings["wide_norms"] = args.wide_norms
     settings["places"] = tuple(args.places)
     settings["stranger"] = args.stranger
     settings["count_reads"] = args.count_reads
@@ -230,6 +239,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )
     weights = toy_weights(seed=args.seed, rows=args.rows)
+    dtypes = toy_dtypes(weights, args.dtype, wide_norms=args.wide_norms)
     here = args.host_id or host_id()
     hosts, names = [here] * args.tp, ["here"] * args.tp
     if args.places:
@@ -253,7 +263,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         staging={"none": "none", "host": "host"}.get(args.staging, "device"),
         transports=("ipc", "direct", "broadcast"),
         reads_remote=not nixl.missing(),
-        specs=tuple(TensorSpec.of(n, t, dtype=getattr(torch, args.dtype)) for n, t in weights.items()),
+        specs=tuple(TensorSpec.of(name, tensor, dtype=dtypes[name]) for name, tensor in weights.items()),
     )
     app = FastAPI()
     handler = SessionHandler(executor, Clockwork(), facts)

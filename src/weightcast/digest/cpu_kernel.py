@@ -239,6 +239,18 @@ def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, li
 
 
 @njit
+def _cast_rows(address, stride, rows, num, words, nan, wide):
+    """Writes float32 as bfloat16 to `words`, without gaps: rounded to nearest, ties to even. `wide` is of uint32."""
+    for r in range(rows):
+        values = carray(_pointer(address + r * stride, wide), num)
+        row = words[r * num : (r + 1) * num]
+        for c in range(num):
+            x = values[c]
+            rounded = (x + 0x7FFF + ((x >> 16) & 1)) >> 16
+            row[c] = nan if (x & 0x7FFFFFFF) > 0x7F800000 else np.int16(rounded)
+
+
+@njit
 def _large(address, stride, rows, num, wide, like):
     """1 if a word of a tile has all bits of 0x7C00, else 0. `wide` is an array of int64, which is four words."""
     found, fours = int64(0), num // 4
@@ -253,27 +265,34 @@ def _large(address, stride, rows, num, wide, like):
     return int64(found & -0x7FFF7FFF7FFF8000 != 0)
 
 
-def _run_tiles(jobs, tiles, tile_cols, like, out, summed, looks):
+def _run_tiles(jobs, tiles, tile_cols, like, out, summed, looks, words, nan):
     """Carries out some tiles: rows of `TransferPlan.tiles`, of `tile_cols` columns.
 
     `like` is an array whose dtype is that of a word, int8 or int16; `out` takes the sums, int64 `[count]`.
     With `looks` it has one more place, for the number of tiles that were summed and are `_large`; words of 8 bits are.
+    If `words` has room for a tile, int16, jobs read float32, which is cast into it: it is summed and copied from there
+    while it is in the cache. `nan` is what becomes of a NaN.
     """
     size = like.itemsize
+    casts, wide = len(words) > 0, np.empty(0, np.uint32)
+    read_size = 4 if casts else size
     b, a, sums = np.empty(tile_cols, np.int64), np.empty(_ROWS, np.int64), np.empty(_NARROW, np.int64)
     # The columns that `b` has; most jobs of a model have the same.
     b_num, b_first, b_col, b_run, b_run_stride = int64(0), int64(0), int64(0), int64(0), int64(0)
     for number in range(tiles.shape[0]):
         job = jobs[tiles[number, 0]]  # the fields of Job, in order
         tile = int64(tiles[number, 1])
-        address, rows, cols, stride = job[0], job[1], job[2], job[3] * size
+        address, rows, cols, stride = job[0], job[1], job[2], job[3] * read_size
         first_row, first, run, run_stride, index = job[4], job[5], job[6], job[7], job[8]
         tile_rows, goal, goal_stride = job[10], job[11], job[12] * size
         # Down the rows first, so that tiles that follow each other have the same columns.
         row_tiles = (rows + tile_rows - 1) // tile_rows
         row, col = tile % row_tiles * tile_rows, tile // row_tiles * tile_cols
         rows, num = min(rows - row, tile_rows), min(cols - col, tile_cols)
-        address += row * stride + col * size
+        address += row * stride + col * read_size
+        if casts:
+            _cast_rows(address, stride, rows, num, words, nan, wide)
+            address, stride = int64(words.ctypes.data), num * size
         if goal != 0:
             goal += row * goal_stride + col * size
         else:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from weightcast.digest.pieces import Grid, TensorPiece, Transfer, grid_of, merge_levels, words_of
+from weightcast.digest.pieces import Grid, Transfer, grid_of, merge_levels, words_of
 
 # A tile of two warps: 16 bytes of a bf16 row per thread, eight rows at once. Of the sizes tried on an H200 this one
 # copies fastest, and none sums faster.
@@ -28,6 +28,9 @@ CPU_COLS = 1 << 14
 CPU_WORDS = 1 << 18
 
 NARROW, WIDE, ALIGNED = 0, 1, 2
+
+# Bytes of a word, and whether it is cast.
+KINDS = (1, False), (2, False), (2, True)
 
 
 class TransferTiling(NamedTuple):
@@ -77,10 +80,12 @@ class TransferJob(NamedTuple):
 class TransferPlan:
     """The tables that a launch reads: `jobs` int64 `[jobs, fields of TransferJob]`, `tiles` int32 `[tiles, 2]`.
 
-    A row of `tiles` is a job and a tile of it. A word has 1 or 2 bytes. `copies` is false if no job has a target.
+    A row of `tiles` is a job and a tile of it. A word has 1 or 2 bytes. `copies` is false if no job has a target. With
+    `casts`, the memory that is read has float32, each of which is one word once it is cast to bfloat16.
     """
 
     word_bytes: int
+    casts: bool
     copies: bool
     jobs: torch.Tensor
     tiles: torch.Tensor
@@ -115,7 +120,7 @@ def plans_of(grids: Sequence[Grid]) -> list[TransferPlan]:
             job
             for index, grid in enumerate(grids)
             if grid.words.itemsize == word_bytes and grid.words.numel()
-            for job in _jobs(grid, index, None, GPU_TILING)
+            for job in _jobs(grid, index, None, word_bytes, GPU_TILING)
         ]
         if jobs:
             plans.append(plan_of(jobs, word_bytes, GPU_TILING))
@@ -124,22 +129,23 @@ def plans_of(grids: Sequence[Grid]) -> list[TransferPlan]:
 
 def plans_of_transfers(transfers: Sequence[Transfer], tiling: TransferTiling = GPU_TILING) -> list[TransferPlan]:
     """The work on some transfers for which `can_transfer` is true, likewise."""
-    jobs: dict[int, list[TransferJob]] = {1: [], 2: []}
+    jobs: dict[tuple[int, bool], list[TransferJob]] = {kind: [] for kind in KINDS}
     for transfer in transfers:
-        tensor = transfer.piece.tensor
-        if tensor.numel():
-            index = -1 if transfer.total is None else transfer.total
-            jobs[1 if tensor.itemsize == 1 else 2] += jobs_of(transfer.piece, index, transfer.target, tiling)
-    return [plan_of(some, word_bytes, tiling) for word_bytes, some in jobs.items() if some]
+        if transfer.piece.tensor.numel():
+            jobs[transfer.word_bytes, transfer.casts] += jobs_of(transfer, tiling)
+    return [plan_of(some, word_bytes, tiling, casts=casts) for (word_bytes, casts), some in jobs.items() if some]
 
 
-def plan_of(jobs: Sequence[TransferJob], word_bytes: int, tiling: TransferTiling) -> TransferPlan:
-    """The tables of some jobs with words of one size."""
+def plan_of(
+    jobs: Sequence[TransferJob], word_bytes: int, tiling: TransferTiling, *, casts: bool = False
+) -> TransferPlan:
+    """The tables of some jobs with words of one size, all of which cast or none."""
     table = torch.tensor(jobs, dtype=torch.int64)
     rows, cols, tile_rows = (table[:, TransferJob._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
     counts = (rows + tile_rows - 1) // tile_rows * ((cols + tiling.cols - 1) // tiling.cols)
     copies = any(job.goal for job in jobs)
-    return TransferPlan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=numbered_tiles(counts))
+    tiles = numbered_tiles(counts)
+    return TransferPlan(word_bytes=word_bytes, casts=casts, copies=copies, jobs=table, tiles=tiles)
 
 
 def numbered_tiles(counts: torch.Tensor) -> torch.Tensor:
@@ -153,22 +159,21 @@ def numbered_tiles(counts: torch.Tensor) -> torch.Tensor:
     return torch.stack([things, tiles - firsts[things]], dim=1).to(torch.int32)
 
 
-def jobs_of(
-    piece: TensorPiece, index: int, target: torch.Tensor | None, tiling: TransferTiling
-) -> Iterator[TransferJob]:
-    """The jobs of a piece that adds to sum `index`, -1 for none, and is copied to `target`, if there is one.
+def jobs_of(transfer: Transfer, tiling: TransferTiling) -> Iterator[TransferJob]:
+    """The jobs of a transfer of at least one element.
 
     Most pieces are whole rows in one run, and there may be very many: those take a shorter way.
     """
+    piece, target, word_bytes = transfer.piece, transfer.target, transfer.word_bytes
+    index = -1 if transfer.total is None else transfer.total
     tensor, full, box = piece.tensor, piece.full_shape, piece.box
     plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
     if not plain or (box is not None and box.shape[1:] != full[1:]) or (box is not None and len(full) < 2):
         words = None if target is None else words_of(target)
-        yield from _jobs(grid_of(piece), index, words, tiling)
+        yield from _jobs(grid_of(piece, casts=transfer.casts), index, words, word_bytes, tiling)
         return
     rows = tensor.shape[0] if len(full) > 1 else 1
-    word_bytes = 1 if tensor.itemsize == 1 else 2
-    cols = tensor.numel() // rows * (tensor.itemsize // word_bytes)
+    cols = tensor.numel() // rows * (1 if transfer.casts else tensor.itemsize // word_bytes)
     goal = 0 if target is None else target.data_ptr()
     unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
     first_row = box.offset[0] if box is not None else 0
@@ -190,9 +195,11 @@ def jobs_of(
     )
 
 
-def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: TransferTiling) -> Iterator[TransferJob]:
+def _jobs(
+    grid: Grid, index: int, target: torch.Tensor | None, word_bytes: int, tiling: TransferTiling
+) -> Iterator[TransferJob]:
     """One row of `TransferPlan.jobs` for every part of a grid whose columns are evenly spaced runs of full columns."""
-    words, word_bytes = grid.words, grid.words.itemsize
+    words = grid.words
     levels = merge_levels(words.shape[1:], grid.column_strides)
     run = levels.pop()[0] if levels and levels[-1][1] == 1 else 1
     num_runs, run_stride = levels.pop() if levels else (1, run)
@@ -200,8 +207,9 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: TransferT
     goal, goal_stride = (0, 0) if target is None else (target.data_ptr(), target.stride(0))
     first = sum(at * stride for at, stride in zip(grid.column, grid.column_strides, strict=True))
     for number, outer in enumerate(itertools.product(*(range(size) for size, _ in levels))):
-        behind = number * cols * word_bytes
-        address, goal_address = words.data_ptr() + behind, goal + behind if goal else 0
+        behind = number * cols
+        address = words.data_ptr() + behind * words.itemsize
+        goal_address = goal + behind * word_bytes if goal else 0
         strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
         unaligned = (address | goal_address | cols * word_bytes | strides) % 16
         column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
@@ -230,7 +238,10 @@ def _kind(cols: int, unaligned: int) -> int:
 
 
 def kinds_of(jobs: torch.Tensor, word_bytes: int) -> torch.Tensor:
-    """`TransferJob.kind` of each row of a `TransferPlan.jobs` whose other fields are right: int64 `[jobs]`."""
+    """`TransferJob.kind` of each row of a `TransferPlan.jobs` whose other fields are right: int64 `[jobs]`.
+
+    Rows of float32 that are cast begin at a multiple of 16 bytes where rows of the words would.
+    """
     names = "address", "goal", "rows", "cols", "row_stride", "goal_stride"
     address, goal, rows, cols, row_stride, goal_stride = (jobs[:, TransferJob._fields.index(name)] for name in names)
     strides = (row_stride | goal_stride) * word_bytes * (rows > 1)

@@ -11,7 +11,7 @@ a copy is summed on the way at next to no cost. What lies on another GPU is copi
 possible (`weightcast.digest.far_copies`), and summed when it has arrived.
 
 Importing this needs Triton, which is why `weightcast.digest.definition` does so only for tensors on CUDA. The kernel
-sees words, not dtypes, names or digests.
+sees words, not dtypes, names or digests: only masters in float32 are read as such, and are words of bfloat16 then.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,8 @@ class GpuLaunches:
         near, copies, arrived = list[Transfer](), list[FarCopy](), list[Transfer]()
         for transfer in () if isinstance(transfers, Placed) else transfers:
             piece, target = transfer.piece, transfer.target
-            copy = far_copy(piece.tensor, target) if transfer.far and target is not None else None
+            moves = transfer.far and not transfer.casts  # copy engines do not cast
+            copy = far_copy(piece.tensor, target) if moves and target is not None else None
             if copy is None or target is None:
                 near.append(transfer)
                 continue
@@ -116,6 +117,9 @@ def compile_all(device: torch.device) -> None:
         piece = TensorPiece(tensor=words, full_shape=tuple(words.shape))
         for target in (None, torch.empty_like(words)):
             GpuLaunches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
+    masters = TensorPiece(tensor=torch.zeros(64, device=device), full_shape=(64,))
+    for target in (None, torch.empty(64, dtype=torch.bfloat16, device=device)):
+        GpuLaunches([Transfer(piece=masters, target=target, total=0, casts=True)], 1, device).launch()
     one, other = torch.zeros(2, 16, dtype=torch.uint8, device=device)
     MemoryExchange([(one, other)]).run()
 
@@ -130,6 +134,7 @@ def launch(plan: TransferPlan, out: torch.Tensor) -> None:
             out,
             WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
             COLS=COLS,
+            CASTS=plan.casts,
             COPIES=plan.copies,
             FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
             num_warps=_NUM_WARPS,
@@ -172,6 +177,15 @@ def _add_row(low, high, word, row, FUSED: tl.constexpr):
 
 
 @triton.jit
+def _load_word(places, mask):
+    """Words; a float32 is cast to bfloat16, whose bits are one word."""
+    word = tl.load(places, mask=mask, other=0)
+    if word.dtype == tl.float32:
+        word = word.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return word
+
+
+@triton.jit
 def _load_row(words, stride, row, rows, cols, COLS: tl.constexpr, VECTOR: tl.constexpr):
     offsets = tl.arange(0, COLS)
     places = words + row * stride + offsets
@@ -179,7 +193,7 @@ def _load_row(words, stride, row, rows, cols, COLS: tl.constexpr, VECTOR: tl.con
     if VECTOR > 1:
         places = tl.max_contiguous(tl.multiple_of(places, 16), VECTOR)
         mask = tl.max_constancy(mask, VECTOR)
-    return tl.load(places, mask=mask, other=0)
+    return _load_word(places, mask)
 
 
 @triton.jit
@@ -269,7 +283,7 @@ def _sum_narrow(
         row = (at + offsets) // num_cols
         col = (at + offsets) % num_cols
         inside = at + offsets < num_words
-        word = tl.load(words + row * row_stride + col, mask=inside, other=0)
+        word = _load_word(words + row * row_stride + col, inside)
         if COPIES:
             tl.store(goal + row * goal_stride + col, word, mask=inside & (row < goal_rows))
         a = _coefficient(first_row + row, _SEED_A)
@@ -281,7 +295,17 @@ def _sum_narrow(
 # A slice of the tiles may begin anywhere.  Triton would compile a kernel for those that begin at an odd tile, a second
 # and a half in the middle of an update.
 @triton.jit(do_not_specialize=["tiles"])
-def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
+def _sum_tiles(
+    jobs,
+    tiles,
+    out,
+    WORD: tl.constexpr,
+    COLS: tl.constexpr,
+    CASTS: tl.constexpr,
+    COPIES: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    READ: tl.constexpr = tl.float32 if CASTS else WORD
     program = tl.program_id(0)
     tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
     job = jobs + tl.load(tiles + 2 * program) * _FIELDS
@@ -303,7 +327,7 @@ def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES:
     row = tile // col_tiles * tile_rows
     col = tile % col_tiles * COLS
     rows = tl.minimum(rows - row, tile_rows)
-    start = address.to(tl.pointer_type(WORD)) + row * row_stride + col
+    start = address.to(tl.pointer_type(READ)) + row * row_stride + col
     goal = target.to(tl.pointer_type(WORD)) + row * goal_stride + col
     goal_rows = tl.where(target != 0, rows, 0)
     first_row += row

@@ -7,6 +7,7 @@ slower and with the same result.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weightcast.digest.coefficients import A, B
-from weightcast.digest.jobs import CPU_COLS, CPU_TILING, TransferJob, TransferPlan, is_rows_of_runs, plans_of_transfers
+from weightcast.digest.jobs import (
+    CPU_COLS,
+    CPU_TILING,
+    CPU_WORDS,
+    TransferJob,
+    TransferPlan,
+    is_rows_of_runs,
+    plans_of_transfers,
+)
 from weightcast.digest.pieces import TensorPiece, Transfer, words_of
 from weightcast.digest.templates import Placed
 
@@ -93,6 +102,7 @@ class _CpuTables:
         self._jobs = plan.jobs.numpy()
         self._tiles = plan.tiles.numpy()
         self._like = torch.empty(0, dtype=torch.int8 if plan.word_bytes == 1 else torch.int16).numpy()
+        self._casts = plan.casts
         rows, cols, tile_rows = (
             plan.jobs[:, TransferJob._fields.index(name)] for name in ("rows", "cols", "tile_rows")
         )
@@ -103,14 +113,14 @@ class _CpuTables:
         size = int(self._ends[-1])
         threads = min(torch.get_num_threads(), size // _BYTES_OF_A_THREAD, len(self._tiles))
         if threads < 2:
-            run(self._jobs, self._tiles, CPU_TILING.cols, self._like, out.numpy(), summed, looks)
+            run(self._jobs, self._tiles, CPU_TILING.cols, self._like, out.numpy(), summed, looks, *self._cast())
             return
         # Spans of about the same number of bytes.
         marks = torch.arange(1, threads) * (size // threads)
         cuts = [0, *torch.searchsorted(self._ends, marks).tolist(), len(self._tiles)]
         outs = torch.zeros(threads, len(out), dtype=torch.int64)
         spans = [
-            (self._jobs, self._tiles[start:end], CPU_TILING.cols, self._like, one.numpy(), summed, looks)
+            (self._jobs, self._tiles[start:end], CPU_TILING.cols, self._like, one.numpy(), summed, looks, *self._cast())
             for start, end, one in zip(cuts[:-1], cuts[1:], outs, strict=True)
         ]
         others = [_threads().submit(run, *span) for span in spans[1:]]
@@ -120,6 +130,13 @@ class _CpuTables:
             for other in others:
                 other.result()
         out += outs.sum(0)
+
+    def _cast(self) -> tuple[object, int]:
+        """Memory for the words of a tile that is cast, none if nothing is; and torch's bfloat16 of a NaN."""
+        words = torch.empty(CPU_WORDS if self._casts else 0, dtype=torch.int16)
+        # Which NaN torch makes depends on its instructions, and it casts too where no launch is worth it.
+        nan = torch.full((64,), math.nan).to(torch.bfloat16).view(torch.int16)[0]
+        return words.numpy(), int(nan)
 
 
 _lock = threading.Lock()

@@ -29,12 +29,20 @@ class Transfer:
         target: destination with the piece's shape and dtype, in other memory; None for a sum alone.
         total: number of the sum that the piece is added to; None for a copy alone.
         far: True if the piece lies on another GPU, and is mapped for the one that copies.
+        casts: True if the piece is float32 and counts as bfloat16: the target is bfloat16, and the sum that of the cast
+            values.
     """
 
     piece: TensorPiece
     target: torch.Tensor | None = None
     total: int | None = None
     far: bool = False
+    casts: bool = False
+
+    @property
+    def word_bytes(self) -> int:
+        """Size of the words that are summed."""
+        return 1 if self.piece.tensor.itemsize == 1 else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class Grid:
 
     Args:
         words: int16 or int8 `[rows, *trailing]`, a view of the piece's memory; the last dimension is the words of one
-            element.
+            element. Of a piece that is cast, each element is one word, int32.
         row: first row in the full tensor.
         column: first index in the full tensor's trailing dimensions.
         full_trailing: trailing dimensions of the full tensor.
@@ -87,25 +95,26 @@ def check_piece(piece: TensorPiece, index: int) -> None:
         raise ValueError(f"piece {index}: the box {box} lies outside the full shape {full}")
 
 
-def grid_of(piece: TensorPiece) -> Grid:
-    """A checked piece as a matrix of words."""
+def grid_of(piece: TensorPiece, *, casts: bool = False) -> Grid:
+    """A checked piece as a matrix of words; `casts` as in `Transfer`."""
     full = piece.full_shape
     offset = piece.box.offset if piece.box else (0,) * len(full)
     if len(full) < 2:
         full, offset = (1, *(full or (1,))), (0, *(offset or (0,)))
-    words = words_of(resolved(piece.tensor))
+    words = words_of(resolved(piece.tensor), torch.int32 if casts else None)
     return Grid(words=words, row=offset[0], column=(*offset[1:], 0), full_trailing=(*full[1:], words.shape[-1]))
 
 
-def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as words: a view, int16 or int8 `[rows, *trailing, words of an element]`.
+def words_of(tensor: torch.Tensor, word: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor's memory as words: a view, `[rows, *trailing, words of an element]`.
 
-    A tensor with fewer than two dimensions is one row.
+    Words are int16, or int8 of elements of one byte, unless `word` says otherwise. A tensor with fewer than two
+    dimensions is one row.
     """
     if tensor.dim() < 2:
         tensor = tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.unsqueeze(0)
     # The extra dimension lets a view of any strides be read as smaller words.
-    return tensor.unsqueeze(-1).view(torch.int8 if tensor.itemsize == 1 else torch.int16)
+    return tensor.unsqueeze(-1).view(word or (torch.int8 if tensor.itemsize == 1 else torch.int16))
 
 
 def merge_levels(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weightcast.digest.jobs import CPU_TILING, GPU_TILING, TransferJob, TransferPlan, jobs_of, kinds_of, plan_of
+from weightcast.digest.jobs import CPU_TILING, GPU_TILING, KINDS, TransferJob, TransferPlan, jobs_of, kinds_of, plan_of
 from weightcast.digest.pieces import Transfer
 
 # Addresses on the meta device start at 0, which a job reads as "no target".  All dtypes and the alignment that the
@@ -57,7 +57,7 @@ def can_stand_in(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TemplateJobs:
-    """The jobs of one word size, and the number of the memory that each reads and writes: int64 ``[jobs]``.
+    """The jobs of one kind, and the number of the memory that each reads and writes: int64 ``[jobs]``.
 
     ``plan.jobs`` has offsets in the place of addresses.
     """
@@ -79,23 +79,20 @@ class Template:
         """
         self.num_transfers = len(transfers)
         tiling = CPU_TILING if device.type == "cpu" else GPU_TILING
-        jobs: dict[int, list[TransferJob]] = {1: [], 2: []}
-        ends: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
+        jobs: dict[tuple[int, bool], list[TransferJob]] = {kind: [] for kind in KINDS}
+        ends: dict[tuple[int, bool], list[tuple[int, int]]] = {kind: [] for kind in KINDS}
         for transfer, places in zip(transfers, memories, strict=True):
-            tensor = transfer.piece.tensor
-            if not tensor.numel():
+            if not transfer.piece.tensor.numel():
                 continue
-            word_bytes = 1 if tensor.itemsize == 1 else 2
-            index = -1 if transfer.total is None else transfer.total
-            found = jobs_of(transfer.piece, index, transfer.target, tiling)
-            before = len(jobs[word_bytes])
-            jobs[word_bytes] += found
-            ends[word_bytes] += [places] * (len(jobs[word_bytes]) - before)
+            kind = transfer.word_bytes, transfer.casts
+            before = len(jobs[kind])
+            jobs[kind] += jobs_of(transfer, tiling)
+            ends[kind] += [places] * (len(jobs[kind]) - before)
         self._parts: list[_TemplateJobs] = []
-        for word_bytes, some in jobs.items():
+        for (word_bytes, casts), some in jobs.items():
             if some:
-                reads, writes = torch.tensor(ends[word_bytes], dtype=torch.int64).unbind(1)
-                self._parts.append(_TemplateJobs(plan_of(some, word_bytes, tiling), reads, writes))
+                reads, writes = torch.tensor(ends[word_bytes, casts], dtype=torch.int64).unbind(1)
+                self._parts.append(_TemplateJobs(plan_of(some, word_bytes, tiling, casts=casts), reads, writes))
 
     def at(self, addresses: Sequence[int]) -> list[TransferPlan]:
         """The tables of a launch on the CPU; ``addresses`` has that of the first element of each memory, in order."""

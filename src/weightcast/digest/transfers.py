@@ -46,9 +46,13 @@ def transfers_on(device: torch.device) -> bool:
 
 
 def can_transfer(transfer: Transfer) -> bool:
-    """True if ``PlacedLaunches`` takes it: one device, one dtype, and rows that are runs of adjacent bytes."""
+    """True if ``PlacedLaunches`` takes it: one device, one dtype, and rows that are runs of adjacent bytes.
+
+    With ``casts``, the dtypes are float32 and bfloat16.
+    """
     source, target = transfer.piece.tensor, transfer.target
-    if target is not None and (target.device != source.device or target.dtype != source.dtype):
+    read, written = (torch.float32, torch.bfloat16) if transfer.casts else (source.dtype, source.dtype)
+    if source.dtype != read or (target is not None and (target.device, target.dtype) != (source.device, written)):
         return False
     for side in (source,) if target is None else (source, target):
         if side.is_conj() or side.is_neg() or not (side.is_contiguous() or is_rows_of_runs(words_of(side))):

@@ -28,7 +28,7 @@ from weightcast.exporters.ownership import PartTable, SharedPart
 from weightcast.protocols import BucketUse, Lying, PlannedBucket
 from weightcast.wire.box import is_one_run, slices
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.casts import why_no_cast
+from weightcast.wire.casts import is_copied_cast, why_no_cast
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
 
@@ -102,12 +102,12 @@ class Gatherer:
                 whole.intersection_update(hosts[rank] for rank in part.holders)
         return frozenset(whole)
 
-    def unmappable(self, group: TrainerGroup) -> list[str]:
+    def unmappable(self, group: TrainerGroup, specs: Sequence[TensorSpec], *, casts: bool) -> list[str]:
         """Names of tensors that others cannot read where this rank keeps them; see ``Exporter.unmappable``."""
         return [
             spec.name
-            for number, spec in enumerate(self._specs)
-            if any(not _lies_as_it_travels(held, spec, group.device) for held in self._held.local(number))
+            for number, spec in enumerate(specs)
+            if any(not _is_mappable(held, spec, group.device, casts=casts) for held in self._held.local(number))
         ]
 
     def _as_sent(self, number: int, sent: TensorSpec) -> TensorSpec:
@@ -228,12 +228,12 @@ class GatherBucket(PlannedBucket):
         return outgoing
 
 
-def _lies_as_it_travels(held: Held, spec: TensorSpec, device: torch.device) -> bool:
+def _is_mappable(held: Held, spec: TensorSpec, device: torch.device, *, casts: bool) -> bool:
     """True if others can read a part where it lies."""
     if not isinstance(held, InMemory) or held.source is None:
         return False
-    memory = held.memory
-    if memory.dtype != spec.torch_dtype or memory.device != device:
+    memory, sent = held.memory, spec.torch_dtype
+    if memory.device != device or not (memory.dtype == sent or (casts and is_copied_cast(memory.dtype, sent))):
         return False
     return device.type == "cuda" or not memory.numel() or shared_buffer_at(memory.data_ptr()) is not None
 

@@ -297,10 +297,10 @@ class WeightsExporter(NamedExporter):
         """Implements ``Exporter.whole_on``."""
         return self._gatherer.whole_on(hosts)
 
-    def unmappable(self, group: TrainerGroup) -> Collection[str]:
+    def unmappable(self, group: TrainerGroup, specs: Sequence[TensorSpec], *, casts: bool) -> Collection[str]:
         """Implements ``Exporter.unmappable``."""
         with self._tensors.looking():
-            return self._gatherer.unmappable(group)
+            return self._gatherer.unmappable(group, specs, casts=casts)
 
 
 class ModuleExporter(WeightsExporter):

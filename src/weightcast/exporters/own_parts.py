@@ -23,6 +23,7 @@ from weightcast.protocols import Lying
 from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.box import Box, contiguous_strides, slices, split
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.casts import is_copied_cast
 from weightcast.wire.layout import BucketLayout, TensorSlot
 
 # A shard that is cast before it is sent is cast in blocks of this many bytes to be summed.
@@ -87,7 +88,8 @@ class _Copy(NamedTuple):
 
     def transfer(self, source: torch.Tensor, flat: Flat) -> Transfer:
         target = flat.region(self.dtype, self.view.shape, self.target_stride, self.target_offset, as_bits=False)
-        return Transfer(piece=self.view.piece(source), target=target, total=self.view.own)
+        casts = is_copied_cast(self.view.dtype, self.dtype)
+        return Transfer(piece=self.view.piece(source), target=target, total=self.view.own, casts=casts)
 
 
 class _ComputedSums:
@@ -296,7 +298,8 @@ class OwnParts:
         found: list[tuple[int, _View]] = []
         for number, box in served:
             spec, view = self._layout.slots[number].spec, known.get((number, box))
-            if view is None or view.dtype != spec.torch_dtype:
+            fits = view is not None and (view.dtype == spec.torch_dtype or is_copied_cast(view.dtype, spec.torch_dtype))
+            if view is None or not fits:
                 why = "its values are computed when they are sent" if view is None else f"it is kept in {view.dtype}"
                 raise ConfigError(
                     f"{spec.name} cannot be read in place: {why}, and it travels in {spec.dtype}",
@@ -391,16 +394,24 @@ class OwnParts:
             own = self._parts[view.own]
             if own.computed:
                 continue
-            if view.dtype == own.slot.spec.torch_dtype:
+            if view.dtype == own.slot.spec.torch_dtype or is_copied_cast(view.dtype, own.slot.spec.torch_dtype):
                 views.setdefault(view.device, []).append(view)
             else:
                 anew.append(own)
         sums: list[_Sums] = []
         for device, some in views.items():
-            template = _template_of_sums(device, some, look)
-            places = torch.tensor([self._parts[view.own].place for view in some], dtype=torch.int64)
-            sums.append(_Sums(some, places, template, PlacedLaunches(device, len(some), looks=self._looks)))
+            casts = [self._is_cast(view) for view in some]
+            template = _template_of_sums(device, some, casts, look)
+            if template is None:
+                anew += [self._parts[view.own] for view, cast in zip(some, casts, strict=True) if cast]
+                some = [view for view, cast in zip(some, casts, strict=True) if not cast]
+            if some:
+                places = torch.tensor([self._parts[view.own].place for view in some], dtype=torch.int64)
+                sums.append(_Sums(some, places, template, PlacedLaunches(device, len(some), looks=self._looks)))
         return sums, anew
+
+    def _is_cast(self, view: _View) -> bool:
+        return view.dtype != self._parts[view.own].slot.spec.torch_dtype
 
     def _sum_views(self, one: _Sums, look: PartsSeen, taker: Taker) -> None:
         if one.template is not None:
@@ -494,13 +505,18 @@ def _stand_ins(look: PartsSeen, device: torch.device) -> dict[int, torch.Tensor]
     }
 
 
-def _template_of_sums(device: torch.device, views: Sequence[_View], look: PartsSeen) -> Template | None:
+def _template_of_sums(
+    device: torch.device, views: Sequence[_View], casts: Sequence[bool], look: PartsSeen
+) -> Template | None:
     """The sums of some parts on a device wherever they lie; None where a launch is not worth it or cannot sum them."""
     stand_ins, numbers = _stand_ins(look, device), _numbers(look[0])
     if not all(view.source in stand_ins for view in views):
         return None
     pieces = [view.piece(stand_ins[view.source]) for view in views]
-    transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
+    transfers = [
+        Transfer(piece=piece, total=number, casts=cast)
+        for number, (piece, cast) in enumerate(zip(pieces, casts, strict=True))
+    ]
     if not worth_launch(sum(piece.tensor.nbytes for piece in pieces), device) or not all(map(can_transfer, transfers)):
         return None
     for number, piece in enumerate(pieces):

@@ -20,7 +20,8 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import may_overflow, overflows
 from weightcast.wire.layout import TensorSlot
 
-_PlainCopies = list[tuple[TensorSlot, Copy]]
+# The dtype is that of the memory that is copied.
+_PlainCopies = list[tuple[TensorSlot, torch.dtype, Copy]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,7 @@ class BucketCopier:
         if transfers_on(bucket.data.device):
             sums = self._copy_and_sum(bucket, plan, staging, summed=summed)
             return sums if summed else None
-        copies = [(slot, copy) for slot, copies in plan.table for copy in copies]
+        copies = [(slot, slot.spec.torch_dtype, copy) for slot, copies in plan.table for copy in copies]
         copy_plainly(bucket.data, copies, staging, self._overflows)
         return None
 
@@ -124,26 +125,31 @@ def _prepare(plan: BucketPlan, staging: StagingSet, device: torch.device) -> _Bu
 
 def copy_plainly(
     data: torch.Tensor,
-    copies: Iterable[tuple[TensorSlot, Copy]],
+    copies: Iterable[tuple[TensorSlot, torch.dtype, Copy]],
     staging: StagingSet,
     overflowed: dict[str, list[torch.Tensor]] | None = None,
 ) -> None:
-    """Copies out of a flat buffer, without sums; notes casts that may overflow in ``overflowed``, by tensor."""
+    """Copies out of a flat buffer, without sums; notes casts that may overflow in ``overflowed``, by tensor.
+
+    Each copy has its dtype in the buffer.  Values become those of the slot's dtype first, and then the parameter's.
+    """
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     flat = Flat(data)
     waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
-    for slot, copy in copies:
+    for slot, dtype, copy in copies:
         if copy.parameter not in waiting:
             whole = staging.target(copy.parameter).detach()
             waiting[copy.parameter] = whole, bits(whole)
         target, as_bits = waiting[copy.parameter]
-        dtype = slot.spec.torch_dtype
-        same = target.dtype == dtype
+        sent = slot.spec.torch_dtype
+        same = target.dtype == dtype == sent
         targets.append(written_by(copy, as_bits if same else target))
         source = flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same)
+        if sent not in (dtype, target.dtype):
+            source = source.to(sent)
         sources.append(source)
-        if overflowed is not None and may_overflow(dtype, target.dtype) and not same:
+        if overflowed is not None and may_overflow(sent, target.dtype):
             overflowed.setdefault(slot.spec.name, []).append(overflows(source))
     copy_all(targets, sources)
 
@@ -180,5 +186,5 @@ def _transfers_of(
                 transfers.append(transfer)
                 parameters.append(copy.parameter)
             else:
-                rest.append((slot, copy))
+                rest.append((slot, slot.spec.torch_dtype, copy))
     return transfers, parameters, rest

@@ -179,17 +179,16 @@ class ScatteredCopier:
             self._all_summed = False
             for number in numbers:
                 shares = plan.buffers[number]
-                copy_plainly(buffers[number], [(share.slot, share.copy) for share in shares], staging)
+                copy_plainly(buffers[number], [(share.slot, share.dtype, share.copy) for share in shares], staging)
 
     def put_together(
         self, slot: TensorSlot, sources: Sequence[BufferBox], buffers: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """A slot's rows in memory of their own, out of the parts in several buffers; also sums them."""
-        dtype = slot.spec.torch_dtype
-        found = torch.empty(slot.shape, dtype=dtype, device=buffers[0].device)
+        found = torch.empty(slot.shape, dtype=slot.spec.torch_dtype, device=buffers[0].device)
         for source in sources:
             flat, shape = Flat(buffers[source.buffer]), source.box.shape
-            part = flat.region(dtype, shape, source.stride, source.offset, as_bits=False)
+            part = flat.region(source.dtype, shape, source.stride, source.offset, as_bits=False)
             found[slices(source.box, slot.box.offset)].copy_(part)
         [total] = partial_sums([piece_of(slot, found, slot.first_row)]).tolist()
         self.wholes.append((HeldPart(spec=slot.spec, box_offset=slot.box.offset, box_shape=slot.shape), total))
@@ -205,7 +204,7 @@ class ScatteredCopier:
         far: frozenset[int],
         summed: bool,
     ) -> None:
-        """One launch for all copies out of a device, except those that cast or that go to another device."""
+        """One launch for all copies out of a device, except those that go to another device or to another dtype."""
         numbers, data = zip(*buffers, strict=True)
         found = plan.prepared.get((numbers, device, far))
         addresses = tuple(map(torch.Tensor.data_ptr, data))
@@ -228,7 +227,7 @@ class ScatteredCopier:
 
         sums = prepared.launches.run(place, transfers, summed=summed)
         for number, share in prepared.rest:
-            copy_plainly(data[numbers.index(number)], [(share.slot, share.copy)], staging)
+            copy_plainly(data[numbers.index(number)], [(share.slot, share.dtype, share.copy)], staging)
         if not summed or prepared.rest or (self._sums is not None and self._sums.device != sums.device):
             self._all_summed = False
             return
@@ -295,10 +294,11 @@ def _transfers_of(
         is_far = number in far
         for share in plan.buffers[number]:
             copy, spec = share.copy, share.slot.spec
-            part = flat.region(spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
+            part = flat.region(share.dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
             piece = TensorPiece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
             written = written_by(copy, target(copy.parameter))
-            transfer = Transfer(piece=piece, target=written, total=share.route, far=is_far)
+            casts = share.dtype != spec.torch_dtype
+            transfer = Transfer(piece=piece, target=written, total=share.route, far=is_far, casts=casts)
             if can_transfer(transfer):
                 found.append(transfer)
                 ends.append((number, copy.parameter))

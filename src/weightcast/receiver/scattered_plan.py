@@ -10,13 +10,15 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.errors import Refused
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.wire.box import Box, contiguous_strides, intersection, span_of, tiles
 from weightcast.wire.bucket_sources import BucketPart, MappedPart
-from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.casts import is_copied_cast
+from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
 from weightcast.wire.plans import UpdateTables
 from weightcast.wire.routes import Region, Route
@@ -29,13 +31,15 @@ class BufferBox:
     """A box of a slot's tensor, and where it lies.
 
     Attributes:
-        offset: First element, from the buffer's first byte, in elements of the tensor's dtype.
+        dtype: Dtype of its elements there; where that is not the slot's, they are cast.
+        offset: First element, from the buffer's first byte, in elements of that dtype.
         stride: Strides, in elements.
         wanted: The box that this one was asked for as a part of; None if every route may read it.
     """
 
     buffer: int
     box: Box
+    dtype: torch.dtype
     offset: int
     stride: tuple[int, ...]
     wanted: Box | None = None
@@ -43,9 +47,10 @@ class BufferBox:
 
 @dataclass(frozen=True, slots=True)
 class ShareCopy:
-    """A copy of one box of a slot's tensor; ``route`` counts over all sources in order."""
+    """A copy of one box of a slot's tensor from memory of this dtype; ``route`` counts over all sources in order."""
 
     slot: TensorSlot
+    dtype: torch.dtype
     copy: Copy
     box: Box
     route: int
@@ -168,9 +173,10 @@ def plan_exchange(
         starts.append(end)
         for piece in message.pieces:
             slot = layout.slots[piece.slot]
-            first = (end + piece.offset_bytes) // slot.spec.torch_dtype.itemsize
+            dtype = slot.spec.torch_dtype
+            first = (end + piece.offset_bytes) // dtype.itemsize
             whole = wanted[slot.spec.name][piece.wanted].box
-            source = BufferBox(0, piece.box, first, contiguous_strides(piece.box.shape), whole)
+            source = BufferBox(0, piece.box, dtype, first, contiguous_strides(piece.box.shape), whole)
             sources.setdefault(piece.slot, []).append(source)
         end += message.size_bytes
     copies = _plan_copies(layout, parts, sources, 1 + len(near), routes)
@@ -183,18 +189,20 @@ def plan_mapped(
     """Works out the copies out of trainer ranks' own memory, whose ``sizes`` are in bytes.
 
     Raises:
-        Refused: As ``plan_scattered``; or a part lies beyond its memory.
+        Refused: As ``plan_scattered``; or a part lies beyond its memory, or is kept in a dtype that is not cast here.
     """
     _check_parts(layout, (parts,))
     sources: dict[int, list[BufferBox]] = {}
     for part in parts:
-        slot = layout.slots[part.slot]
-        itemsize = slot.spec.torch_dtype.itemsize
-        whole, odd = divmod(part.first_byte, itemsize)
+        spec = layout.slots[part.slot].spec
+        dtype = DTYPES.get(part.dtype)
+        if dtype is None or not (dtype == spec.torch_dtype or is_copied_cast(dtype, spec.torch_dtype)):
+            raise Refused(f"{spec.name} travels in {spec.dtype}, and the trainer's memory has it in {part.dtype}")
+        whole, odd = divmod(part.first_byte, dtype.itemsize)
         fits = part.memory < len(sizes) and len(part.stride) == len(part.shape) and not odd
-        if not fits or span_of(whole, part.shape, part.stride).end * itemsize > sizes[part.memory]:
-            raise Refused(f"{slot.spec.name}: {part.box} does not lie in the memory that was announced")
-        sources.setdefault(part.slot, []).append(BufferBox(part.memory, part.box, whole, part.stride))
+        if not fits or span_of(whole, part.shape, part.stride).end * dtype.itemsize > sizes[part.memory]:
+            raise Refused(f"{spec.name}: {part.box} does not lie in the memory that was announced")
+        sources.setdefault(part.slot, []).append(BufferBox(part.memory, part.box, dtype, whole, part.stride))
     return _plan_copies(layout, parts, sources, len(sizes), routes)
 
 
@@ -205,7 +213,7 @@ def _in_bucket(layout: BucketLayout, part: BucketPart, buffer: int) -> BufferBox
     first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
         (at - zero) * step for at, zero, step in zip(part.offset, slot.box.offset, stride, strict=True)
     )
-    return BufferBox(buffer, part.box, first, stride)
+    return BufferBox(buffer, part.box, slot.spec.torch_dtype, first, stride)
 
 
 def clipped(route: Route, box: Box) -> Route | None:
@@ -252,7 +260,8 @@ def _plan_copies(
                 piece = clipped(route, source.box) if computed or source.wanted in (None, route.box) else None
                 if piece is not None:
                     copy = _copy_of(piece, source)
-                    buffers[source.buffer].append(ShareCopy(slot, copy, piece.box, routes.firsts[name] + index))
+                    share = ShareCopy(slot, source.dtype, copy, piece.box, routes.firsts[name] + index)
+                    buffers[source.buffer].append(share)
                     copied += piece.box.numel
                     if not computed:
                         read_bytes[source.buffer] += piece.box.numel * slot.spec.torch_dtype.itemsize

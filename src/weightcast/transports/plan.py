@@ -84,7 +84,9 @@ class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         ring_opens: Number of engine processes that open the storage of all buffers.
         cell_limit: Most engine ranks in a cell, unless the caller asked for another number.
         cells: URLs of the targets in each cell of a transport that has cells.
-        cast: Numbers of the exporter's tensors that are cast before they are sent, by the dtype that engines keep.
+        cast: Numbers of the exporter's tensors that are cast on the way, by the dtype that engines keep.
+        casts_in_place: True if engine ranks that read weights where the trainer keeps them cast them too; otherwise
+            the trainer casts them into buckets.
     """
 
     transport: str = ""
@@ -99,6 +101,7 @@ class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     cell_limit: int = 0
     cells: tuple[tuple[str, ...], ...] = ()
     cast: dict[str, tuple[int, ...]] = {}
+    casts_in_place: bool = False
 
     @cached_property
     def scattered(self) -> bool:

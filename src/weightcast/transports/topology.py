@@ -139,6 +139,16 @@ class Topology:
             return host in self._trainer_hosts
         return host in self._whole_hosts
 
+    @cached_property
+    def shares_memory(self) -> bool:
+        """True if each engine rank's device is that of every trainer rank on its host."""
+        return all(
+            rank.device == self.places[trainer]
+            for info in self.infos.values()
+            for rank, host in zip(info.ranks, info.hosts, strict=True)
+            for trainer in self.ranks_on(host)
+        )
+
     @property
     def on_many_hosts(self) -> bool:
         return len(set(self.hosts)) > 1

@@ -561,7 +561,9 @@ class BucketStream:
         """This rank's parts where they lie; ConfigError if one cannot be read there, and NotFinite."""
         lying = self._mapped.look(planned)
         if self._checks_finite:
-            check_parts_finite([(planned.layout.slots[number].spec.name, view) for number, _, view in lying.views()])
+            specs = [(planned.layout.slots[number].spec, view) for number, _, view in lying.views()]
+            cast = {spec.name: spec.torch_dtype for spec, view in specs if spec.torch_dtype != view.dtype}
+            check_parts_finite([(spec.name, view) for spec, view in specs], cast)
         return lying
 
     def _gather_mapped(self, mine: Shared | None) -> list[Shared]:

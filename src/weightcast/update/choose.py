@@ -101,8 +101,6 @@ class Planner:
         chosen = self._choose(links, topology, sent)
         groups = {spec: [link for link in links if chosen[link.url] is spec] for spec in _in_order(chosen.values())}
         best = next(iter(groups))
-        if best.in_place:  # engines read what the trainer keeps
-            sent = self.specs
         receivers = {0}
         for spec, its in groups.items():
             theirs = replace(topology, infos={link.url: link.info for link in its})
@@ -157,6 +155,7 @@ class Planner:
                 self.cell_limit,
             ),
             cast=self._cast(sent),
+            casts_in_place=best.in_place and casts_in_place(topology),
         )
 
     def plan_late(self, plan: UpdatePlan, link: Link) -> TargetPlan:
@@ -235,8 +234,8 @@ class Planner:
         without = without.union(*(self._failed(link.url) for link in links))
         try:
             spec = choose_transport("auto", topology, without=without)
-            for link in links:  # what is read in place is not cast
-                check_scattered(link, self.specs if spec.in_place else sent, self.exporter)
+            for link in links:
+                check_scattered(link, sent, self.exporter)
         except ConfigError as error:
             log.debug("shards are gathered: %s", error)
             return None
@@ -365,6 +364,25 @@ class Planner:
                     f"{kept.get(sent.name, 'it in a dtype that is not known')}: it would get rounded values",
                     hint=f"{_RETARGET}, or connect with wire_dtype={own.dtype!r}",
                 )
+
+
+def casts_in_place(topology: Topology) -> bool:
+    """True if float32 masters are best cast by the engine ranks that read them, for engines that keep bfloat16.
+
+    Bytes of each element, with the digest, which both sides sum as they pass:
+
+    ================================  ==================  =======================  ================
+    way                               trainer's memory    between the two          engine's memory
+    ================================  ==================  =======================  ================
+    engine ranks read it and cast     4 to sum it         4                        2
+    the trainer casts it to a bucket  4 read, 2 written   2                        2
+    ================================  ==================  =======================  ================
+
+    Where both use one memory, all of these are bytes of that memory: 10 each way, 6 and 10 without a digest; and there
+    is no bucket to allocate, to fill or to wait for.  Between two GPUs the link has a tenth of the memory's rate, so
+    that 2 bytes less over it are worth more than all others.
+    """
+    return topology.shares_memory
 
 
 def _spec_of(target: TargetPlan) -> TransportSpec:

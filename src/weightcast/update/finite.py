@@ -6,6 +6,7 @@ One pass over the bucket tells whether anything in it is wrong.  Only then each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -65,18 +66,26 @@ def checks_finite(config: UpdateConfig, device: torch.device) -> bool:
     return wanted or (wanted is None and device.type == "cpu" and config.verify != "none")
 
 
-def check_parts_finite(parts: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises ``NotFinite`` if a part, of any strides, has values that are NaN or infinite, and names its tensor."""
+def check_parts_finite(
+    parts: Sequence[tuple[str, torch.Tensor]], cast: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> None:
+    """Raises ``NotFinite`` if a part, of any strides, has values that are NaN or infinite, and names its tensor.
+
+    ``cast`` has the dtype by name of tensors whose values are float32 and become narrower on the way: those count.
+    """
     found: dict[str, int] = {}
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for _, values in parts:
-        if _checked(values.dtype) and _is_small(values):
-            small.setdefault((values.dtype, values.device), []).append(values.sum())
-    # One answer for all of them: to wait for that of each would take longer than the sum.
-    fine = all(bool(torch.stack(sums).isfinite().all()) for sums in small.values())
     for name, values in parts:
-        if _checked(values.dtype) and not (fine and _is_small(values)) and not _finite(values):
-            count = _count(values)
+        if _checked(values.dtype) and _is_small(values):
+            dtype = cast.get(name, values.dtype)
+            signs = [values.sum()] if dtype == values.dtype else [one.to(dtype) for one in values.aminmax()]
+            small.setdefault((dtype, values.device), []).extend(signs)
+    # One answer for all of them: to wait for that of each would take longer than the sum.
+    fine = all(bool(torch.stack(signs).isfinite().all()) for signs in small.values())
+    for name, values in parts:
+        dtype = cast.get(name, values.dtype)
+        if _checked(values.dtype) and not (fine and _is_small(values)) and not _finite(values, dtype):
+            count = _count(values.to(dtype))
             if count:
                 found[name] = found.get(name, 0) + count
     if found:
@@ -119,8 +128,8 @@ def _checked(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point
 
 
-def _finite(values: torch.Tensor) -> bool:
-    """False if a value is not finite; may be False for finite values whose sum is too large."""
+def _finite(values: torch.Tensor, cast: torch.dtype | None = None) -> bool:
+    """False if a value is not finite, once it is ``cast``; may be False for finite values whose sum is too large."""
     if not values.numel():
         return True
     if values.dtype in _TO_SIGN:
@@ -128,7 +137,7 @@ def _finite(values: torch.Tensor) -> bool:
     if values.dtype.itemsize == 2:
         return bool(values.sum().isfinite())  # several times as fast as the extremes of 16-bit floats
     least, most = values.aminmax()  # a NaN becomes both
-    return bool(least.isfinite() & most.isfinite())
+    return bool(least.to(cast).isfinite() & most.to(cast).isfinite())
 
 
 def _count(values: torch.Tensor) -> int:

@@ -14,11 +14,12 @@ from weightcast.comm.tensor_memory import TensorMemory
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.held_parts import region
 from weightcast.protocols import Exporter, Lying, PlannedBucket
+from weightcast.transports.plan import UpdatePlan
 from weightcast.update.finite import FiniteCheck, check_parts_finite
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import BucketPart, MappedPart, Pack
-from weightcast.wire.layout import MAX_BYTES, BucketLayout, Packing, TensorSpec, plan_buckets
+from weightcast.wire.layout import MAX_BYTES, NAMES, BucketLayout, TensorSpec, plan_buckets
 
 log = logging.getLogger("weightcast.update.mapped")
 _encoder = msgspec.json.Encoder()
@@ -121,6 +122,7 @@ class MappedShares:
                 memory=memory,
                 first_byte=first_byte,
                 stride=tensor.stride(),
+                dtype=NAMES[tensor.dtype],
             )
             for (number, box, tensor), (memory, first_byte) in zip(views, places, strict=True)
         )
@@ -136,14 +138,15 @@ class MappedShares:
 
 
 def layouts_in_place(
-    exporter: Exporter, group: TrainerGroup, specs: Sequence[TensorSpec], packing: Packing, *, bucket_bytes: int
+    exporter: Exporter, group: TrainerGroup, specs: Sequence[TensorSpec], plan: UpdatePlan
 ) -> tuple[list[BucketLayout], int]:
     """Layouts of an update whose tensors engines read where they lie, and the number of these layouts.
 
-    What engines read is one bucket without a buffer.  Tensors that a rank casts or computes when they are sent go by
-    buckets in the same session.  Collective: every trainer rank gets the same.
+    ``specs`` has them as they travel.  What engines read is one bucket without a buffer.  Tensors that a rank casts or
+    computes when they are sent go by buckets in the same session.  Collective: every trainer rank gets the same.
     """
-    mine = _encoder.encode(sorted(exporter.unmappable(group)))
+    packing = plan.packing
+    mine = _encoder.encode(sorted(exporter.unmappable(group, specs, casts=plan.casts_in_place)))
     gathered = group.gather_bytes(mine)
     told = None if gathered is None else _encoder.encode(sorted({name for one in gathered for name in _names(one)}))
     others = frozenset(_names(group.broadcast_bytes(told)))
@@ -153,6 +156,6 @@ def layouts_in_place(
     in_place = [spec for spec in specs if spec.name not in others]
     rest = [spec for spec in specs if spec.name in others]
     layouts = plan_buckets(in_place, bucket_bytes=MAX_BYTES, packing=packing) if in_place else []
-    buckets = plan_buckets(rest, bucket_bytes=bucket_bytes, packing=packing) if rest else []
+    buckets = plan_buckets(rest, bucket_bytes=plan.bucket_bytes, packing=packing) if rest else []
     moved = [msgspec.structs.replace(one, index=len(layouts) + one.index) for one in buckets]
     return [*layouts, *moved], len(layouts)

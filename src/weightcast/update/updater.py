@@ -605,9 +605,8 @@ class WeightUpdater:
             self._head.members.use(plan)
         num_mapped = 0
         if plan.mapped:
-            layouts, num_mapped = layouts_in_place(
-                self._exporter, self._group, self._specs, plan.packing, bucket_bytes=plan.bucket_bytes
-            )
+            travelling = plan.travelling(self._specs)
+            layouts, num_mapped = layouts_in_place(self._exporter, self._group, travelling, plan)
         layouts = layouts or self._layouts_for(plan)
         self._stream = BucketStream(
             self._exporter,

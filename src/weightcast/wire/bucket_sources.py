@@ -178,11 +178,13 @@ class MappedPart(BucketPart, frozen=True, array_like=True, gc=False):
     Attributes:
         first_byte: First byte of the box in memory number ``memory``.
         stride: Strides there, in elements.
+        dtype: Dtype there, one of ``DTYPES``: the slot's, or one that the engine casts to it (``is_copied_cast``).
     """
 
     memory: Annotated[int, Meta(ge=0, le=1 << 20)]
     first_byte: Size
     stride: Shape
+    dtype: Annotated[str, Meta(max_length=32)]
 
 
 class MappedSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mapped"):

@@ -34,6 +34,15 @@ def may_overflow(sent: torch.dtype, kept: torch.dtype) -> bool:
     return kept == torch.float16 and sent in _WIDE and sent != kept
 
 
+def is_copied_cast(kept: torch.dtype, sent: torch.dtype) -> bool:
+    """True if an engine that reads weights where the trainer keeps them casts them in its copy.
+
+    That is float32, as master weights are kept, to bfloat16.  float16 is not: the copy would have to look for values
+    that become infinite in it.
+    """
+    return kept == torch.float32 and sent == torch.bfloat16
+
+
 def best_sent(specs: Sequence[TensorSpec], tables: Iterable[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
     """The tensors in the dtypes in which they are best sent: the smaller float that every engine keeps, or their own.
 

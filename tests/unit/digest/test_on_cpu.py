@@ -55,6 +55,62 @@ def test_sums_and_copies_of_every_shape_of_tile(shape, dtype):
     assert on_cpu.sums_of([whole(tensor)]).launch().tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("shape", EDGES, ids=str)
+@pytest.mark.parametrize("spare", [0, 3], ids=["whole rows", "apart"])
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "shifted"])
+def test_casts_have_the_bits_and_the_sums_of_torchs(shape, spare, first):
+    def strided(dtype: torch.dtype) -> torch.Tensor:
+        rows, cols = math.prod(shape[:-1]), shape[-1] + spare
+        return random_tensor((first + rows * cols,), dtype, seed=7)[first:].view(*shape[:-1], cols)[..., : shape[-1]]
+
+    source, target = strided(torch.float32), strided(torch.bfloat16)
+    if len(shape) == 3 and spare:
+        pytest.skip("rows with gaps are no runs")
+    flat = source.clone(memory_format=torch.contiguous_format).view(-1)
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7F8000, 0x7F800000])
+    flat[: len(ties)] = ties.to(torch.int32).view(torch.float32)[: flat.numel()]
+    flat[-2:] = torch.tensor([-0.0, -math.inf])[-flat.numel() :]
+    source.copy_(flat.view(shape))
+    wanted = source.contiguous().to(torch.bfloat16)
+    piece = TensorPiece(tensor=source, full_shape=shape)
+    for goal in (target, None):
+        transfer = Transfer(piece=piece, target=goal, total=0, casts=True)
+        assert can_transfer(transfer)
+        sums = on_cpu.CpuLaunches([transfer], 1).launch()
+        assert sums.tolist() == _sums_by_torch([whole(wanted)]).tolist()
+    assert raw(target) == raw(wanted)
+    target.zero_()
+    on_cpu.CpuLaunches([Transfer(piece=piece, target=target, casts=True)], 0).launch()
+    assert raw(target) == raw(wanted)
+
+
+def test_every_float32_is_cast_as_torch_casts_it():
+    # The upper half decides with the bits around the middle of the lower one.
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    source = (high[:, None] | low).view(torch.float32).contiguous()
+    target = torch.empty_like(source, dtype=torch.bfloat16)
+    transfer = Transfer(piece=whole(source), target=target, total=0, casts=True)
+    launches = on_cpu.CpuLaunches([transfer], 1, looks=True)
+    assert launches.launch().tolist() == _sums_by_torch([whole(source.to(torch.bfloat16))]).tolist()
+    assert raw(target) == raw(source.to(torch.bfloat16))
+    assert not launches.small
+    source.normal_()
+    launches.launch()
+    assert launches.small
+    source[77, 3] = 3.4e38  # finite, and infinite in bfloat16
+    launches.launch()
+    assert not launches.small
+
+
+def test_a_cast_is_only_that_of_float32_to_bfloat16():
+    source = torch.ones(4, 6)
+    for dtype in (torch.float32, torch.float16):
+        assert not can_transfer(Transfer(piece=whole(source), target=torch.ones(4, 6, dtype=dtype), casts=True))
+    assert not can_transfer(Transfer(piece=whole(source.double()), total=0, casts=True))
+    assert not can_transfer(Transfer(piece=whole(source), target=source.bfloat16()))
+
+
 @pytest.mark.parametrize("cols", [64, 65, 288, 300, 1024], ids=str)
 @pytest.mark.parametrize("spare_bytes", [64, 16, 2])
 def test_copies_to_rows_that_do_or_do_not_begin_with_a_line_of_the_cache(cols, spare_bytes):

@@ -34,6 +34,7 @@ def a_copy(draw: st.DrawFn) -> dict[str, object]:
         "target_offset": draw(st.integers(0, 9)),
         "summed": draw(st.booleans()),
         "copied": draw(st.booleans()),
+        "casts": draw(st.booleans()),
         "moved": draw(st.integers(0, 17)),
     }
 
@@ -45,7 +46,11 @@ def transfer_of(copy: dict, number: int, source: torch.Tensor, target: torch.Ten
 
     piece = TensorPiece(tensor=view(source, "source"), full_shape=copy["shape"])
     goal = view(target, "target") if copy["copied"] else None
-    return Transfer(piece=piece, target=goal, total=number if copy["summed"] else None)
+    return Transfer(piece=piece, target=goal, total=number if copy["summed"] else None, casts=casts(copy))
+
+
+def casts(copy: dict) -> bool:
+    return copy["casts"] and copy["dtype"] is torch.float32
 
 
 @settings(deadline=None, max_examples=150)
@@ -61,7 +66,7 @@ def test_a_template_at_its_addresses_is_the_plan_of_the_tensors_there(copies, de
     for number, copy in enumerate(copies):
         first = copy["moved"] * copy["dtype"].itemsize  # also beside 16 bytes
         flat = memory_of(4000 + first)[first:].view(copy["dtype"])
-        parameter = memory_of(4000 + first)[first:].view(copy["dtype"])
+        parameter = memory_of(4000 + first)[first:].view(torch.bfloat16 if casts(copy) else copy["dtype"])
         alive += [flat, parameter]
         real.append(transfer_of(copy, number, flat, parameter))
         flat_like = flat_stand_in(flat.nbytes).view(copy["dtype"])
@@ -73,7 +78,7 @@ def test_a_template_at_its_addresses_is_the_plan_of_the_tensors_there(copies, de
     found = Template(meant, memories, torch.device(device)).at(addresses)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
-        assert (one.word_bytes, one.copies) == (other.word_bytes, other.copies)
+        assert (one.word_bytes, one.casts, one.copies) == (other.word_bytes, other.casts, other.copies)
         assert torch.equal(one.jobs, other.jobs)
         assert torch.equal(one.tiles, other.tiles)
 

@@ -13,9 +13,14 @@ from torch import nn
 from tests.helpers.exports import ALONE, CPU, bucketize, export, plan, raw
 from tests.helpers.ranks import allocate_slots
 from tests.helpers.tiny_module import Tiny, expected, reference_logprobs
+from weightcast.digest import on_cpu
+from weightcast.digest.bucket_sums import sums_of_slots
+from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.module_tensors import PlacedTensors
+from weightcast.protocols import BucketUse
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
 # torch.compile imports deprecated parts of torch.
@@ -56,6 +61,51 @@ def test_floats_are_cast_and_nothing_else(wire_dtype):
     want = expected(model, wire_dtype) | {"fp8": raw(model.fp8)}
     del want["head.weight"]
     assert got == want
+
+
+class Masters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(33, 70))
+        self.column = nn.Parameter(torch.randn(9, 64).t())  # no launch reads it
+        self.narrow = nn.Parameter(torch.randn(5, 3).to(torch.bfloat16))
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.one = nn.Parameter(torch.tensor(1.2345678))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("launched", [True, False], ids=["all rows", "with a column"])
+def test_masters_are_summed_where_they_lie_and_in_buckets_as_what_they_become(compiled, launched, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_found", on_cpu._found if compiled and on_cpu.available() else (None,))
+    model = Masters()
+    if launched:
+        del model.column
+    exporter = ModuleExporter(model, family="plain", wire_dtype=torch.bfloat16)
+    [layout] = plan_buckets(exporter.specs(), bucket_bytes=1 << 16, packing=Packing())
+    [mapped] = plan(exporter, [layout], use=BucketUse(scattered=True, copies=False))
+    [filled] = plan(exporter, [layout], use=BucketUse(scattered=True))
+    data = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    for planned in (mapped, filled):
+        planned.prepare(None)
+    for _ in range(2):
+        in_place, copied = SourceSums(), SourceSums()
+        mapped.sum_own(in_place)
+        filled.fill(data, copied)
+        bucket = Bucket(layout, data)
+        for slot, view in bucket.views():
+            assert raw(view) == raw(getattr(model, slot.spec.name).to(torch.bfloat16))
+        for sources in (in_place, copied):
+            assert filled.fold([sources.values()]).sums.tolist() == sums_of_slots(bucket).tolist()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.1)
+    names = [slot.spec.name for slot in layout.slots]
+    lie = {names[number]: view for number, _, view in mapped.own_memory().views()}
+    assert {name: (view.dtype, view.data_ptr()) for name, view in lie.items()} == {
+        name: (parameter.dtype, parameter.data_ptr())
+        for name, parameter in model.named_parameters()
+        if parameter.numel()
+    }
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.float8_e4m3fn, torch.int8])

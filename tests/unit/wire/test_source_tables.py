@@ -32,7 +32,7 @@ ACK = next(answer for answer in ANSWERS if isinstance(answer, Ack))
 def shared(parts: int, *, fd: int = 3) -> Shared:
     handle = MemoryHandle(kind="shm", device="cpu", size_bytes=1 << 30, token="a" * 32, pid=7, fd=fd)
     found = tuple(
-        MappedPart(slot=number, offset=(0,), shape=(8,), memory=0, first_byte=64 * number, stride=(1,))
+        MappedPart(slot=number, offset=(0,), shape=(8,), memory=0, first_byte=64 * number, stride=(1,), dtype="float32")
         for number in range(parts)
     )
     return Shared(memories=(handle,), mapped=found)
