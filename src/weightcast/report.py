@@ -128,7 +128,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             their shards.  No digest covers the gather of these tensors.
         changed_ratio: Share of the bytes that lie in tensors, or in the rows of one that one bucket carries, which
             differ from the update before; None for the first update and without digests.
-        cast: Number of tensors that were cast before they were sent, by the dtype that every engine keeps.
+        cast: Number of tensors that were cast on the way, by the dtype that every engine keeps.
     """
 
     version: int

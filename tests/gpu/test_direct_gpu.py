@@ -22,19 +22,19 @@ pytestmark = [
 SHARED = {"backend": "gloo"}  # NCCL needs a GPU for each rank
 
 
-def weights_of(seed: int, sign: int = 1) -> dict[str, str]:
+def weights_of(seed: int, sign: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     """Digests of the toy engine's weights, or of their negatives."""
-    return {name: tensor_digest(sign * tensor) for name, tensor in toy_weights(seed=seed).items()}
+    return {name: tensor_digest((sign * tensor).to(dtype)) for name, tensor in toy_weights(seed=seed).items()}
 
 
 @contextmanager
-def engines(places: list[list[str]], *, hosts: bool = False) -> Iterator[list[str]]:
+def engines(places: list[list[str]], *more: str, hosts: bool = False) -> Iterator[list[str]]:
     """Engines on these devices.  With ``hosts`` NCCL takes each for another machine's, so that they may share a GPU."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(
                 toy_engine(
-                    *("--tp", str(len(each)), "--devices", ",".join(each), "--seed", "1"),
+                    *("--tp", str(len(each)), "--devices", ",".join(each), "--seed", "1", *more),
                     **({"NCCL_HOSTID": f"engine-{number}"} if hosts else {}),
                 )
             )[0]
@@ -66,6 +66,32 @@ def test_engine_ranks_read_shards_on_one_gpu(world: int, places: list[list[str]]
         for url in urls:
             assert digests(url) == weights_of(7)
             assert info(url)["version"] == 3
+
+
+@pytest.mark.parametrize("transport", ["direct", "auto"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_engine_ranks_cast_the_masters_that_they_read_on_one_gpu(world: int, transport: str) -> None:
+    options = {"transport": transport, "keep_mapped": 1, "between": "moved", **(SHARED if world > 1 else {})}
+    with engines([["cuda:0"] * world], "--dtype", "bfloat16") as [url]:
+        answer = train(["cuda:0"] * world, [url], seed=7, versions="1,2", bucket_bytes=50_000, **options)
+        assert answer["ok"], answer
+        for report in answer["reports"]:
+            assert (report["transport"], report["buckets"]) == ("direct", 1)  # there is nothing that was not mapped
+            assert report["cast"] == {"bfloat16": len(weights_of(7))}
+            assert [row["proof"] for row in report["targets"]] == ["resident"]
+            assert [leg["by"] for leg in report["targets"][0]["legs"]] == ["mapped"]
+        assert digests(url) == weights_of(7, -1, torch.bfloat16)
+
+
+@needs(2)
+def test_masters_for_engines_on_other_gpus_are_cast_into_buckets() -> None:
+    with engines([["cuda:0", "cuda:1"]], "--dtype", "bfloat16") as [url]:
+        answer = train(
+            ["cuda:0", "cuda:1"], [url], seed=7, versions="1,2", bucket_bytes=50_000, transport="auto", keep_mapped=1
+        )
+        assert answer["ok"], answer
+        assert all(report["transport"] == "direct" and report["buckets"] > 1 for report in answer["reports"])
+        assert digests(url) == weights_of(7, dtype=torch.bfloat16)
 
 
 @needs(2)

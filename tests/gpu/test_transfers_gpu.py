@@ -65,6 +65,46 @@ def test_every_shape_in_one_launch(dtype, first, far, monkeypatch):
             goal.zero_()
 
 
+@pytest.mark.parametrize("first", [0, 1, 16])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_masters_are_cast_as_torch_casts_them(first, shift):
+    sources = []
+    for seed, shape in enumerate(SHAPES):
+        source = random_tensor(shape, torch.float32, seed)
+        room = torch.empty(shift + source.numel(), device=DEVICE)
+        sources.append(room[shift:].view(shape).copy_(source))
+    wanted = [source.to(torch.bfloat16) for source in sources]
+    pieces = list(map(whole, sources))
+    goals = [wider(tuple(source.shape), torch.bfloat16, first) for source in sources]
+    transfers = [
+        Transfer(
+            piece=piece,
+            target=None if number % 3 == 1 else goal,
+            total=None if number % 3 == 2 else number,
+            far=number % 2 == 1,
+            casts=True,
+        )
+        for number, (piece, goal) in enumerate(zip(pieces, goals, strict=True))
+    ]
+    assert all(map(can_transfer, transfers))
+    sums = PlacedLaunches(DEVICE, len(pieces)).run("here", lambda: transfers).cpu()
+    expected = partial_sums([whole(values.cpu()) for values in wanted])
+    for number, (values, goal) in enumerate(zip(wanted, goals, strict=True)):
+        assert sums[number] == (0 if number % 3 == 2 else expected[number]), values.shape
+        assert torch.equal(raw(goal), raw(torch.zeros_like(values) if number % 3 == 1 else values)), values.shape
+
+
+def test_every_float32_is_cast_as_torch_casts_it():
+    # The upper half decides with the bits around the middle of the lower one; NaN and infinities are among them.
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=DEVICE) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32, device=DEVICE)
+    source = (high[:, None] | low).view(torch.float32).contiguous()
+    target = torch.empty_like(source, dtype=torch.bfloat16)
+    transfer = Transfer(piece=whole(source), target=target, total=0, casts=True)
+    PlacedLaunches(DEVICE, 1).run("here", lambda: [transfer])
+    assert torch.equal(raw(target), raw(source.to(torch.bfloat16)))
+
+
 def test_nothing_is_written_beside_the_target():
     source = random_tensor((70, 1500), torch.bfloat16).to(DEVICE)
     around = random_tensor((80, 1600), torch.bfloat16, seed=1).to(DEVICE)
@@ -130,7 +170,7 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
 
     prepare_kernels(DEVICE)
     prepared = variants()
-    assert prepared >= 4  # words of one and of two bytes, with and without copies
+    assert prepared >= 6  # words of one and of two bytes and casts, with and without copies
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
         sources = [on_gpu(whole(random_tensor(shape, dtype, seed))) for seed, shape in enumerate(SHAPES)]
         partial_sums(sources)
@@ -140,6 +180,11 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
                 for number, piece in enumerate(sources)
             ]
             PlacedLaunches(DEVICE, len(copies)).run("here", lambda copies=copies: copies)
+    for shift in (0, 1):
+        source = torch.randn(64 * 130 + shift, device=DEVICE)[shift:].view(64, 130)
+        for goal in (None, torch.empty(64, 130, dtype=torch.bfloat16, device=DEVICE)):
+            transfer = Transfer(piece=whole(source), target=goal, total=0, casts=True)
+            PlacedLaunches(DEVICE, 1).run("here", lambda transfer=transfer: [transfer])
     assert variants() == prepared
 
 
