@@ -8,6 +8,9 @@ GPUs, rank by rank, and reach each other's memory over CUDA IPC.  Every engine p
 must equal those that the trainer ranks took of their own shards; other results end the run.  The file is written anew
 after each way, and ``--limit-s`` ends the run with what was measured until then.
 
+With ``--masters`` trainer ranks keep float32.  On one GPU, ``direct, shards`` then has engine ranks cast it in their
+copy; the other ways cast it before.
+
 After each round of ``direct, rdma`` the engine ranks do that update's reads again, in turns with as many bytes through
 NIXL alone (``remote_reads.py``).  On a machine with other work, ``--rounds`` measures all ways in turns, and the
 processor time of all processes is steadier than the time until weights are usable.
@@ -263,7 +266,8 @@ class Trainer:
             step = -(-place.shape[0] // arguments.trainers)
             first = min(rank * step, place.shape[0])
             rows = min(step, place.shape[0] - first)
-            local = torch.zeros((rows, *place.shape[1:]), dtype=torch.bfloat16, device=self._device)
+            dtype = torch.float32 if arguments.masters else torch.bfloat16
+            local = torch.zeros((rows, *place.shape[1:]), dtype=dtype, device=self._device)
             self._local.append((local, first * math.prod(place.shape[1:])))
             stride = torch.empty(place.shape, device="meta").stride()
             whole = DTensor.from_local(
@@ -279,9 +283,11 @@ class Trainer:
             size = self._arguments.bucket_mib << 20
             model = self._owners.exporter() if way.endswith("owners") else self._model
             self._updaters[way] = connect_in_lab(model, self._urls, bucket_bytes=size, **WAYS[way])
-        self._pattern.fill_all(
-            (tensor, key_of(version, number), first) for number, (tensor, first) in enumerate(self._local)
-        )
+        for number, (tensor, first) in enumerate(self._local):
+            words = torch.empty_like(tensor, dtype=torch.bfloat16) if self._arguments.masters else tensor
+            self._pattern.fill(words, key=key_of(version, number), first_word=first)
+            if words is not tensor:
+                tensor.copy_(words)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
@@ -442,6 +448,7 @@ def main() -> None:
     parser.add_argument(
         "--way", action="append", choices=list(WAYS), help="may be repeated; those of the device if not"
     )
+    parser.add_argument("--masters", action="store_true", help="trainer ranks keep float32, and engines bfloat16")
     parser.add_argument("--owned-kib", type=int, default=64, help="size below which an owner puts a tensor together")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="time limit of the whole run, in seconds")
     parser.add_argument("--out", type=Path)
@@ -449,6 +456,8 @@ def main() -> None:
     arguments.bucket_mib = arguments.bucket_mib or (512 if arguments.device == "cuda" else 16)
     until = time.monotonic() + arguments.limit_s
     ways = arguments.way or DEFAULT_WAYS[arguments.device]
+    if arguments.masters and any(way.endswith("owners") for way in ways):
+        parser.error("owners put bfloat16 together: leave --masters out")
     limit_s = plain_copy_s(arguments)
     context = multiprocessing.get_context("spawn")
     ranks = arguments.engines * arguments.tp
