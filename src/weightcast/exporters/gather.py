@@ -127,8 +127,9 @@ class GatherBucket(PlannedBucket):
     """A bucket that ranks fill from the parts that they hold.
 
     When ``fill`` returns, the bucket is complete and the model's memory may be written again.  ``fill`` returns sums
-    where this rank copied all of the bucket itself and nothing was cast or computed.  It raises ``ConfigError`` if the
-    model has changed since the bucket was planned, and ``TrainerRankFailed`` if another rank failed.
+    where this rank copied all of the bucket itself, and computed nothing and cast nothing but masters
+    (``is_copied_cast``).  It raises ``ConfigError`` if the model has changed since the bucket was planned, and
+    ``TrainerRankFailed`` if another rank failed.
     """
 
     def __init__(self, plan: GatherPlan, group: TrainerGroup, use: BucketUse, held: HeldParts) -> None:

@@ -102,13 +102,19 @@ def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
     assert first != other
 
 
-def test_what_is_cast_is_summed_by_others():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_are_cast_and_summed_at_once_to_bfloat16_alone(dtype):
     model = Mixed()
     parts: dict[str, bytes] = {}
-    for bucket in buckets(model, bucket_bytes=1 << 16, wire_dtype=torch.bfloat16):
-        assert bucket.sums is None  # of some slots there are none
+    for bucket in buckets(model, bucket_bytes=1 << 16, wire_dtype=dtype):
         parts |= {slot.spec.name: raw(view) for slot, view in bucket.views()}
-    assert parts == {name: raw(value.bfloat16()) for name, value in model.named_parameters()}
+        if dtype is torch.float16:
+            assert bucket.sums is None  # of some slots there are none
+        else:
+            assert bucket.sums is not None
+            whole = {name: value.detach().to(dtype) for name, value in model.named_parameters()}
+            assert PlanSums().totals([(bucket.layout, bucket.sums)]).by_name() == digests(whole)
+    assert parts == {name: raw(value.to(dtype)) for name, value in model.named_parameters()}
 
 
 def test_what_cannot_be_one_launch():
