@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from weightcast.comm.run_steps import EngineRequest, Steps
-from weightcast.digest.source_sums import Folded
+from weightcast.digest.source_sums import SumPlaces
 from weightcast.errors import ConfigError
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from weightcast.comm.shared_buckets import Shared
     from weightcast.comm.trainer_group import TrainerGroup
     from weightcast.comm.update_group import UpdateGroup
-    from weightcast.digest.source_sums import SourceSums
+    from weightcast.digest.source_sums import Taker
     from weightcast.errors import WeightcastError
     from weightcast.wire.box import Box
     from weightcast.wire.engine_info import EngineInfo
@@ -118,16 +118,14 @@ class PlannedBucket(ABC):
             ``BucketUse.reading_hosts`` do, or they do for each of ``leg_hosts``.  Replicas are shared out by bytes.
         serves_to: As ``serves``, for the engine ranks that read memory on each of ``leg_hosts``.  All ranks together
             serve every element once to each host: one that is there, if it holds the element.
+        sum_places: Places of the sums that this rank takes: its own alone.
     """
 
     def __init__(self, layout: BucketLayout, group: TrainerGroup) -> None:
         self.layout = layout
         self.serves: Sequence[tuple[int, Box]] = ()
         self.serves_to: Mapping[str, Sequence[tuple[int, Box]]] = {}
-
-    def count(self, rank: int) -> int:
-        """Number of sums that a rank takes.  On other ranks than the head, only their own may be known."""
-        return 0
+        self.sum_places = SumPlaces(group.rank, len(layout.slots))
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Works out what ``fill`` or ``sum_own`` takes.  Moves and communicates nothing, and reads no weights.
@@ -136,21 +134,18 @@ class PlannedBucket(ABC):
         """
 
     @abstractmethod
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
         """Fills a flat uint8 buffer with the weights as they are now.  Collective.
 
         The buffer is None on a rank that only contributes its shards.  A scattered bucket gets this rank's parts, and
-        its other bytes stay.  ``sources`` takes this rank's sums, in the wire dtype; None for no sums.
+        its other bytes stay.
+
+        ``taker`` takes this rank's sums, in the wire dtype; None for no sums.  ``taker.add(places, sums)`` adds the
+        sums of parts that this rank alone holds to the numbers of their slots.  For a part with replicas, the bucket
+        asks ``sum_places.place`` when it is planned.  Every element is in a sum, or ``Exporter.unsummed`` names it.
 
         Returns ``Bucket.sums`` if the bytes were summed while they were copied, else None.
         """
-
-    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Folds the sums of all ranks into one for each slot and finds ranks that disagree.  No communication.
-
-        ``answers`` has the sums of each rank, in order: int64 on the CPU, of lengths ``counts``.
-        """
-        return Folded.unknown(self.layout)
 
     def own_memory(self) -> Lying:
         """The parts that this rank ``serves``, where it keeps them.  No copy, no communication.
@@ -159,8 +154,8 @@ class PlannedBucket(ABC):
         """
         raise ConfigError(f"{type(self).__name__} lends no memory", hint="leave keep_mapped out")
 
-    def sum_own(self, sources: SourceSums) -> None:
-        """Sums the parts of ``own_memory``.  No communication."""
+    def sum_own(self, taker: Taker) -> None:
+        """Sums the parts of ``own_memory``, as ``fill`` does.  No communication."""
         raise ConfigError(f"{type(self).__name__} lends no memory", hint="leave keep_mapped out")
 
 
@@ -266,7 +261,7 @@ class _UnplannedBucket(PlannedBucket):
         self._exporter = exporter
         self._group = group
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
         bucket = Bucket(self.layout, data) if data is not None else None
         return self._exporter.fill(bucket, self.layout, self._group)
 

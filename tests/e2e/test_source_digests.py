@@ -26,7 +26,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.digest.sent import SentDigests
-from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.source_sums import Taker
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.protocols import Exporter
 from weightcast.wire.bucket import Bucket
@@ -152,18 +152,18 @@ def test_a_diverged_replica_fails_the_update_and_is_named_with_its_ranks(engines
 
 
 def update_without_proof(urls: list[str], version: int) -> tuple[int, list[str]]:
-    reserved, reserve = list[int](), SourceSums.reserve
+    taken, add = list[int](), Taker.add
 
-    def noting(self, count):
-        reserved.append(count)
-        return reserve(self, count)
+    def noting(self, places, sums):
+        taken.append(len(sums))
+        add(self, places, sums)
 
-    SourceSums.reserve = noting
+    Taker.add = noting
     try:
         model = sharded(version)
-        return told(model, urls, [version], lambda: None, verify="none"), len(reserved)
+        return told(model, urls, [version], lambda: None, verify="none"), len(taken)
     finally:
-        SourceSums.reserve = reserve
+        Taker.add = add
 
 
 def test_no_rank_sums_without_proof(engines, two_ranks):

@@ -13,7 +13,6 @@ from tests.gpu.test_exporters_gpu import export
 from tests.helpers.exports import bucketize
 from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import NotFinite
 from weightcast.exporters import quantise, quantise_jobs
 from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
@@ -165,7 +164,7 @@ def test_a_weight_that_is_not_finite_is_refused_in_every_format(form, dtype):
 
     def refused() -> list[str]:
         names = []
-        for bucket in bucketize(exporter, layouts, group, slots, sources=SourceSums()):
+        for bucket in bucketize(exporter, layouts, group, slots, sums=True):
             try:
                 FiniteCheck().check(bucket)
             except NotFinite as error:

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.source_sums import SourceSums, Taker
 from weightcast.exporters import bucketize as filling
 from weightcast.protocols import TO_HEAD, BucketUse, Exporter, PlannedBucket
 from weightcast.wire.bucket import Bucket
@@ -36,11 +36,18 @@ def bucketize(
     layouts: Sequence[BucketLayout],
     group: TrainerGroup,
     slots: Sequence[torch.Tensor] | None,
-    sources: SourceSums | None = None,
     use: BucketUse = TO_HEAD,
+    *,
+    sums: bool = False,
 ) -> Iterator[Bucket | None]:
-    """Plans and fills buckets."""
-    return filling.bucketize(plan(exporter, layouts, group, use), slots, sources)
+    """Plans and fills buckets; ``sums`` says that ranks sum their shards on the way."""
+    planned = plan(exporter, layouts, group, use)
+    return filling.bucketize(planned, slots, takers_of(planned) if sums else None)
+
+
+def takers_of(planned: Sequence[PlannedBucket]) -> Sequence[Taker]:
+    """Takes the sums of one update."""
+    return SourceSums([bucket.sum_places for bucket in planned]).takers
 
 
 def export(

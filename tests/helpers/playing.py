@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.comm.trainer_group import Move, TrainerGroup
+from weightcast.digest.copies import host_bytes
 
 
 class Waiting(Exception):
@@ -16,7 +18,7 @@ class Waiting(Exception):
 
 
 class Game:
-    """Small messages between ranks that are played one after the other.
+    """Messages between ranks that are played one after the other.
 
     A rank that would wait is stopped, and later played again from its start, so what a rank does must be repeatable.
     """
@@ -26,6 +28,7 @@ class Game:
         self.hosts = ("here",) * world_size  # shared by all ranks
         self.gathered: list[dict[int, bytes]] = []
         self.told: list[bytes] = []
+        self.moved: dict[tuple[int, int, int], torch.Tensor] = {}  # by source, target and number
 
     @property
     def head_bytes(self) -> int:
@@ -71,8 +74,13 @@ class _Rank:
         self.hosts = game.hosts
         self._game = game
         self._gathers = self._broadcasts = 0
+        self._moves = Counter[tuple[int, int]]()
 
-    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
+    @property
+    def is_head(self) -> bool:
+        return self.rank == 0
+
+    def gather_bytes(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes] | None:
         if len(self._game.gathered) == self._gathers:
             self._game.gathered.append({})
         messages = self._game.gathered[self._gathers]
@@ -83,6 +91,25 @@ class _Rank:
         if len(messages) < self.world_size:
             raise Waiting
         return [messages[rank] for rank in range(self.world_size)]
+
+    def add_up(self, values: torch.Tensor, *, timeout_s: float) -> torch.Tensor | None:
+        told = self.gather_bytes(host_bytes(values))
+        if told is None:
+            return None
+        return torch.stack([torch.frombuffer(bytearray(one), dtype=torch.int64) for one in told]).sum(0)
+
+    def move(self, sends: Sequence[Move], receives: Sequence[Move], *, what: str) -> None:
+        for peer, data in sends:
+            self._game.moved[self._next_move(self.rank, peer)] = data.clone()
+        coming = [(self._next_move(peer, self.rank), data) for peer, data in receives]
+        if any(key not in self._game.moved for key, _ in coming):
+            raise Waiting
+        for key, data in coming:
+            data.copy_(self._game.moved[key])
+
+    def _next_move(self, source: int, target: int) -> tuple[int, int, int]:
+        self._moves[source, target] += 1
+        return source, target, self._moves[source, target]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         number = self._broadcasts

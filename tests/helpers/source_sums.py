@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tests.helpers.exports import CPU, bucketize
+from tests.helpers.exports import CPU, plan
 from tests.helpers.ranks import allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
-from weightcast.exporters import sum_messages
+from weightcast.exporters import all_sums
+from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import TO_HEAD, BucketUse, Exporter
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -20,7 +21,8 @@ def summed(exporter: Exporter, group: TrainerGroup, use: BucketUse = TO_HEAD, *,
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
     has_bucket = group.rank in use.receivers
     slots = allocate_slots(CPU, bucket_bytes) if has_bucket else None
-    sources = SourceSums()
+    planned = plan(exporter, layouts, group, use)
+    sources = SourceSums([bucket.sum_places for bucket in planned])
     move = TrainerGroup.move
     flipped: list[int] = []
 
@@ -33,17 +35,16 @@ def summed(exporter: Exporter, group: TrainerGroup, use: BucketUse = TO_HEAD, *,
     TrainerGroup.move = flipping
     try:
         parts: dict[str, list[torch.Tensor]] = {}
-        for bucket in bucketize(exporter, layouts, group, slots, sources, use):
+        for bucket in bucketize(planned, slots, sources.takers):
             for slot, view in bucket.views() if bucket is not None else ():
                 parts.setdefault(slot.spec.name, []).append(view.clone())
     finally:
         TrainerGroup.move = move
-    messages = group.gather_bytes(sum_messages.encode(sources.values(), ()))
-    if messages is None:
+    sums = all_sums.add_up(sources, None, group, timeout_s=60)
+    found = all_sums.find_differing(sums, group, timeout_s=60)
+    if not group.is_head:
         return None
-    folded, _ = sum_messages.decode(exporter.plan(layouts, group, use), messages)
-    known = all(bool(one.known.all()) for one in folded)
-    totals = PlanSums().totals([(layout, one.sums) for layout, one in zip(layouts, folded, strict=True)])
+    assert sums.differ == bool(found)
+    totals = PlanSums().totals(list(zip(layouts, sums.sources, strict=True)))
     gathered = {name: tensor_digest(torch.cat(some) if some[0].dim() else some[0]) for name, some in parts.items()}
-    mismatches = [(one.name, one.ranks, one.gathered) for folds in folded for one in folds.mismatches]
-    return (totals.by_name() if known else None), gathered, mismatches, len(flipped)
+    return totals.by_name(), gathered, [(one.name, one.ranks, one.gathered) for one in found], len(flipped)

@@ -36,6 +36,7 @@ _MAX_MESSAGE_BYTES = 1 << 30
 # The first message to a peer has the size and the first bytes of a payload, a second one has the rest of a long one.
 _FRAME_BYTES, _SIZE_BYTES = 256, 8
 _SHORT_BYTES = _FRAME_BYTES - _SIZE_BYTES
+_BRANCHES = 16  # of the tree that sums are added up along: rank 0 with few ranks hears from all of them
 
 
 class _Seat(msgspec.Struct, frozen=True, array_like=True):
@@ -182,20 +183,42 @@ class TrainerGroup:
         Ranks that wait for a busy head need a longer ``timeout_s`` than the group's own, which None takes.  It raises
         TrainerRankFailed if a rank is gone or does not take part in time, as every call below does.
         """
+        limit_s, tag = timeout_s or self.timeout_s, self._next_tag()
         if not self.is_head:
-            [message] = self._receive_bytes([0], "trainer rank 0 to say what is next", timeout_s or self.timeout_s)
+            [message] = self._receive_bytes([0], "trainer rank 0 to say what is next", limit_s, tag)
             return message
         if payload is None:
             raise ValueError("broadcast_bytes needs a payload on the head")
-        self._send_bytes(range(1, self.world_size), payload, "a message to be taken", timeout_s or self.timeout_s)
+        self._send_bytes(range(1, self.world_size), payload, "a message to be taken", limit_s, tag)
         return payload
 
     def gather_bytes(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes] | None:
         """Returns every rank's bytes, in order of rank, on the head; None elsewhere."""
-        limit_s = timeout_s or self.timeout_s
+        limit_s, tag = timeout_s or self.timeout_s, self._next_tag()
         if self.is_head:
-            return [payload, *self._receive_bytes(range(1, self.world_size), "a message", limit_s)]
-        self._send_bytes([0], payload, "a message to be taken", limit_s)
+            return [payload, *self._receive_bytes(range(1, self.world_size), "a message", limit_s, tag)]
+        self._send_bytes([0], payload, "a message to be taken", limit_s, tag)
+        return None
+
+    def add_up(self, values: torch.Tensor, *, timeout_s: float | None = None) -> torch.Tensor | None:
+        """Returns, on the head, the sum of every rank's ``values``, mod 2**64; None elsewhere.
+
+        The values are int64 on the CPU, as many on every rank.  Each rank adds what up to 16 others send, and passes
+        it on.
+        """
+        limit_s, tag, rank = timeout_s or self.timeout_s, self._next_tag(), self.rank
+        peers = range(_BRANCHES * rank + 1, min(_BRANCHES * (rank + 1) + 1, self.world_size))
+        for peer, message in zip(peers, self._receive_bytes(peers, "its sums", limit_s, tag), strict=True):
+            if len(message) != values.nbytes:
+                self.abort(
+                    f"trainer rank {peer} sent {len(message) // 8} sums, and trainer rank {rank} has {len(values)}: "
+                    "the model of one of them has changed since it was prepared"
+                )
+                self._failure.check()
+            values = values + torch.frombuffer(bytearray(message), dtype=torch.int64)
+        if rank == 0:
+            return values
+        self._send_bytes([(rank - 1) // _BRANCHES], _as_bytes(values.view(torch.uint8)), "its sums", limit_s, tag)
         return None
 
     def barrier(self, what: str, *, flags: int = 0, timeout_s: float | None = None) -> int:
@@ -265,10 +288,10 @@ class TrainerGroup:
             raise TrainerRankFailed("this group of trainer ranks is closed")
         return self._messages
 
-    def _send_bytes(self, peers: Sequence[int], payload: bytes, what: str, limit_s: float) -> None:
+    def _send_bytes(self, peers: Sequence[int], payload: bytes, what: str, limit_s: float, tag: int) -> None:
         if not peers:
             return
-        lane, tag, deadline = self._open_messages(), self._next_tag(), time.monotonic() + limit_s
+        lane, deadline = self._open_messages(), time.monotonic() + limit_s
         if len(payload) > _MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes is too long")
         frame = len(payload).to_bytes(_SIZE_BYTES, "little") + payload[:_SHORT_BYTES]
@@ -279,10 +302,10 @@ class TrainerGroup:
         for peer, work in works:
             lane.wait(peer, work, what, deadline)
 
-    def _receive_bytes(self, peers: Sequence[int], what: str, limit_s: float) -> list[bytes]:
+    def _receive_bytes(self, peers: Sequence[int], what: str, limit_s: float, tag: int) -> list[bytes]:
         if not peers:
             return []
-        lane, tag, deadline = self._open_messages(), self._next_tag(), time.monotonic() + limit_s
+        lane, deadline = self._open_messages(), time.monotonic() + limit_s
         frames = [torch.empty(_FRAME_BYTES, dtype=torch.uint8) for _ in peers]
         works = [lane.receive(frame, peer, tag, what) for peer, frame in zip(peers, frames, strict=True)]
         messages: list[bytes] = []

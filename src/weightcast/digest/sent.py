@@ -21,7 +21,7 @@ import torch
 from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, sums_of_slots
 from weightcast.digest.copies import copy_all
 from weightcast.digest.definition import add_partial, as_unsigned, finish, model_digest
-from weightcast.digest.source_sums import Folded, Mismatch
+from weightcast.digest.source_sums import Mismatch
 from weightcast.errors import TrainerMismatch, some
 from weightcast.runtime.free_memory import Scratch
 from weightcast.wire.bucket import Bucket
@@ -233,14 +233,16 @@ class SentDigests:
         casts: CastSums | None = None,
         *,
         sums: PlanSums | None = None,
-        unsummed: Collection[str] | None = None,
+        unsummed: Collection[str] = (),
+        every: bool = True,
     ) -> None:
         """Starts without any bucket; ``sums`` are those of a plan.
 
-        ``unsummed`` names tensors that no trainer rank sums at their source; None sums every bucket.
+        ``unsummed`` names tensors that no trainer rank sums at their source; ``every`` bucket is summed as well, or only those that need it.
         """
         self._casts = casts or CastSums()
-        self._unsummed = None if unsummed is None else frozenset(unsummed)
+        self._unsummed = frozenset(unsummed)
+        self._every = every
         self._sums: list[tuple[BucketLayout, torch.Tensor | None]] = []
         self._cast: list[tuple[Sequence[TensorSlot], torch.Tensor]] = []
         self._plan_sums = sums or PlanSums()
@@ -250,7 +252,7 @@ class SentDigests:
     def add(self, bucket: Bucket) -> None:
         """Digests a filled bucket, as far as that is needed."""
         self._lying[bucket.data.data_ptr()] = bucket
-        needed = self._unsummed is None or any(
+        needed = self._every or any(
             slot.spec.name in self._unsummed or slot.spec.name in self._casts.dtypes
             for slot in (bucket.layout.slots if self._unsummed or self._casts else ())
         )
@@ -262,34 +264,29 @@ class SentDigests:
             self._cast += self._casts.of(bucket, self._scratch)
 
     def finish(
-        self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
+        self, sources: Sequence[torch.Tensor] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> Sent:
-        """Waits for the sums and compares them; TrainerMismatch if replicas or buckets differ from what ranks hold.
+        """Waits for the sums and compares them; TrainerMismatch if buckets differ from what ranks hold.
 
-        ``sources`` are the trainer ranks' own sums of each bucket, in order; empty if no rank has taken any.
-        ``buckets`` are those of each bucket's slots that other ranks took of their own buckets, by rank.
+        ``sources`` are the sums of what the trainer ranks hold, int64 ``[slots]`` on the CPU for each bucket, in order;
+        empty if no rank has taken any.  ``buckets`` are those of each bucket's slots that other ranks took of their own
+        buckets, by rank.
         """
-        # Another part of a tensor may say the same of it.
-        wrong = list(dict.fromkeys(found for folded in sources for found in folded.mismatches))
-        if wrong:
-            raise _replicas_differ(wrong)
         taken = [sums for _, sums in self._sums if sums is not None]
         values = iter(torch.cat(taken).cpu().split([len(sums) for sums in taken]) if taken else ())
         totals_of: list[tuple[BucketLayout, torch.Tensor]] = []
         names: list[str] = []
         for number, (layout, sums) in enumerate(self._sums):
-            folded = sources[number] if sources else Folded.unknown(layout)
-            if sums is None:
-                totals_of.append((layout, folded.sums))
-                continue
-            found = next(values)
-            names += _differing(layout, folded, found)
-            totals_of.append((layout, torch.where(folded.known, folded.sums, found)))
+            found = next(values) if sums is not None else torch.zeros(len(layout.slots), dtype=torch.int64)
+            held = self._held(layout, sources[number], found) if sources else found
+            if sums is not None:
+                names += _differing(layout, held, found)
+            totals_of.append((layout, held))
         if names:
             raise gathered_otherwise(list(dict.fromkeys(names)), "the bucket of trainer rank 0")
         for rank, found_there in (buckets or {}).items():
             for (layout, expected), sums in zip(totals_of, found_there, strict=True):
-                names += _differing(layout, Folded(expected, torch.ones_like(expected, dtype=torch.bool)), sums)
+                names += _differing(layout, expected, sums)
             if names:
                 raise gathered_otherwise(list(dict.fromkeys(names)), f"the bucket of trainer rank {rank}")
         sent = self._plan_sums.totals(totals_of)
@@ -303,15 +300,22 @@ class SentDigests:
             cast.setdefault(spec.name, {})[spec.dtype] = finish(total, dtype=spec.torch_dtype, shape=spec.shape)
         return Sent(sent, cast=cast)
 
-    def lying_otherwise(self, names: Collection[str], sources: Sequence[Folded]) -> list[str]:
+    def lying_otherwise(self, names: Collection[str], sources: Sequence[torch.Tensor]) -> list[str]:
         """Names of tensors whose bytes in the trainer's last buffers now differ from what the ranks hold."""
         found: list[str] = []
         for number, (layout, _) in enumerate(self._sums):
             for bucket in self._lying.values():
                 if bucket.layout is layout and sources and any(slot.spec.name in names for slot in layout.slots):
                     sums = sums_of_slots(replace(bucket, sums=None)).cpu()
-                    found += _differing(layout, sources[number], sums)
+                    found += _differing(layout, self._held(layout, sources[number], sums), sums)
         return [name for name in dict.fromkeys(found) if name in names]
+
+    def _held(self, layout: BucketLayout, sources: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """The sums that a bucket must have: of slots that no rank sums at their source, those ``found`` in it."""
+        if not self._unsummed:
+            return sources
+        unsummed = torch.tensor([slot.spec.name in self._unsummed for slot in layout.slots])
+        return torch.where(unsummed, found, sources)
 
     def release(self) -> None:
         """Drops the references to the buffers."""
@@ -319,13 +323,21 @@ class SentDigests:
         self._scratch.free()
 
 
-def _differing(layout: BucketLayout, folded: Folded, sums: torch.Tensor) -> list[str]:
+def _differing(layout: BucketLayout, held: torch.Tensor, sums: torch.Tensor) -> list[str]:
     """Names of the slots whose bytes in a bucket have other sums than the ranks hold."""
-    wrong = (folded.known & (folded.sums != sums)).nonzero()[:, 0].tolist()
+    wrong = (held != sums).nonzero()[:, 0].tolist()
     return [layout.slots[number].spec.name for number in wrong]
 
 
-def _replicas_differ(wrong: Sequence[Mismatch]) -> TrainerMismatch:
+def replicas_differ(wrong: Sequence[Mismatch]) -> TrainerMismatch:
+    """The error for sums of the trainer ranks that differ; no engine was told to switch."""
+    if not wrong:
+        return TrainerMismatch(
+            "the trainer ranks' comparison of replicas failed, and no tensor differs; no engine was told to switch",
+            names=(),
+            ranks=(),
+            hint="a bit flipped in the comparison, or the model of a rank has changed since connect(); update again",
+        )
     shown = some([str(one) for one in wrong], 6, joint="; ")
     names = list(dict.fromkeys(mismatch.name for mismatch in wrong))
     ranks = sorted({rank for mismatch in wrong for group in mismatch.ranks for rank in group})

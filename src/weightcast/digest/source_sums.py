@@ -1,20 +1,27 @@
 """Digest sums that trainer ranks take of what they hold, before any of it is gathered.
 
-A digest is a sum over the boxes of a tensor.  So each trainer rank sums its own shards, one rank adds the sums of all,
-and the result is what engines must answer for what they received.  Nothing between the trainer's own memory and the
+A digest is a sum over the boxes of a tensor.  So each trainer rank sums its own shards, the sums of all ranks are added
+up, and the result is what engines must answer for what they received.  Nothing between the trainer's own memory and the
 engine's is left out: the gather among the trainer ranks, the copy into a bucket, the wire.
+
+A rank knows by itself which sums it takes.  A part that several ranks hold counts once, at the first of them, and all
+of them compare its sum.  They do that with one number, the balance: the first rank adds a hash of what it compares for
+each other rank, and each of these subtracts its own.  Over all ranks it is 0 if all replicas are equal.
 
 This module knows ranks, slots and numbers.  Exporters know how each tensor is sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 
-from weightcast.wire.layout import BucketLayout
+from weightcast.digest.copies import host_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,138 +42,243 @@ class Mismatch:
         return f"{self.name}: {' and '.join(who)} hold different values"
 
 
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """The sums of all trainer ranks for one bucket: int64 ``[slots]`` on the CPU, to be read mod 2**64.
+class Compared(NamedTuple):
+    """A part of the tensor ``name`` whose sums must be equal on all of ``ranks``, which are in order.
 
-    ``known`` is false for a slot that no rank has summed at its source.
+    Attributes:
+        slot: Number of the slot to which the first rank adds the sum; None if the part is only compared.
+        gathered: True for a whole slot as each rank received it: the sum must be that of the slot.
     """
 
-    sums: torch.Tensor
-    known: torch.Tensor
-    mismatches: tuple[Mismatch, ...] = ()
+    name: str
+    ranks: tuple[int, ...]
+    slot: int | None
+    gathered: bool = False
 
-    @staticmethod
-    def unknown(layout: BucketLayout) -> Folded:
-        """The sums of a bucket that no rank has summed."""
-        count = len(layout.slots)
-        return Folded(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool))
+
+class Alike(NamedTuple):
+    """What the same ranks compare of one bucket.
+
+    Attributes:
+        numbers: Numbers of the parts among ``SumPlaces.compared``, int64.
+        ranks_hash: Hash of the ranks.
+    """
+
+    ranks: tuple[int, ...]
+    numbers: torch.Tensor
+    ranks_hash: bytes
+
+
+class SumPlaces:
+    """The places of one rank's sums of one bucket, worked out once.
+
+    The first places are the totals: one for each slot, then any others that all ranks have.  What ranks add there is
+    added up over all ranks.  A part that is compared has a place of its own behind them.
+    """
+
+    def __init__(self, rank: int, num_slots: int, more_totals: int = 0) -> None:
+        self.rank = rank
+        self.num_slots = num_slots
+        self.num_totals = num_slots + more_totals
+        self.compared: list[Compared] = []
+
+    @property
+    def count(self) -> int:
+        """Number of places."""
+        return self.num_totals + len(self.compared)
+
+    def place(self, name: str, slot: int | None, ranks: Sequence[int], *, gathered: bool = False) -> int:
+        """The place of this rank's sum of a part that ``ranks`` sum, of which it is one; see ``Compared``."""
+        if len(ranks) == 1 and slot is not None and not gathered:
+            return slot
+        self.compared.append(Compared(name, tuple(ranks), slot, gathered))
+        return self.count - 1
+
+    def prepare(self) -> None:
+        """Works out what ``SourceSums`` needs; no place is added after that."""
+        _ = self.alike, self._counted, self._received
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """What is compared, by the ranks that compare it, in the same order on each of them."""
+        numbers: dict[tuple[int, ...], list[int]] = {}
+        for number, one in enumerate(self.compared):
+            numbers.setdefault(one.ranks, []).append(number)
+        return [
+            Alike(ranks, torch.tensor(some), blake2b(repr(ranks).encode(), digest_size=8).digest())
+            for ranks, some in numbers.items()
+        ]
+
+    @cached_property
+    def _counted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of what is compared and added to a slot by this rank, and the slots."""
+        found = [
+            (self.num_totals + number, one.slot)
+            for number, one in enumerate(self.compared)
+            if one.slot is not None and one.ranks[0] == self.rank and not one.gathered
+        ]
+        places, slots = torch.tensor(found, dtype=torch.int64).view(-1, 2).unbind(1)
+        return places, slots
+
+    @cached_property
+    def _received(self) -> list[tuple[int, int]]:
+        """Place and slot of each slot that is summed as it was received."""
+        found = ((self.num_totals + number, one) for number, one in enumerate(self.compared))
+        return [(place, one.slot) for place, one in found if one.gathered and one.slot is not None]
+
+    def totals(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the totals, given its sums: int64 ``[count]`` on the CPU."""
+        if not self.compared:
+            return values
+        places, slots = self._counted
+        return values[: self.num_totals].index_add(0, slots, values[places])
+
+    def balance(self, bucket: int, values: torch.Tensor) -> int:
+        """This rank's share of the balance of the bucket with this number."""
+        found = 0
+        for ranks, numbers, ranks_hash in self.alike:
+            # Two parts of equal shapes may be exchanged on a rank, so bucket, ranks and order are hashed too.
+            salt = ranks_hash + bucket.to_bytes(8, "little")
+            compared = host_bytes(values[self.num_totals + numbers])
+            word = int.from_bytes(blake2b(compared, digest_size=8, salt=salt).digest(), "little")
+            found += word * (len(ranks) - 1) if ranks[0] == self.rank else -word
+        return found
+
+    def received_otherwise(self, values: torch.Tensor, totals: torch.Tensor) -> bool:
+        """True if this rank received a slot with another sum than its total, given the totals of all ranks."""
+        return any(bool(values[place] != totals[slot]) for place, slot in self._received)
+
+    def mismatches(self, alike: Alike, sums: torch.Tensor, totals: torch.Tensor | None) -> Iterator[Mismatch]:
+        """The parts that differ, given the sums of all ranks that compare them: int64 ``[ranks, numbers]``.
+
+        ``totals`` are those of all ranks, on the head.
+        """
+        compared = [self.compared[number] for number in alike.numbers.tolist()]
+        right = sums[0].clone()
+        for number, one in enumerate(compared):
+            if one.gathered and totals is not None:
+                right[number] = totals[one.slot]
+        for number in (sums != right).any(0).nonzero()[:, 0].tolist():
+            by_value: dict[int, list[int]] = {}
+            for rank, value in zip(alike.ranks, sums[:, number].tolist(), strict=True):
+                by_value.setdefault(value, []).append(rank)
+            if compared[number].gathered:
+                by_value.pop(int(right[number]), None)
+                others = sorted(rank for ranks in by_value.values() for rank in ranks)
+                yield Mismatch(compared[number].name, (tuple(others),), gathered=True)
+            else:
+                yield Mismatch(compared[number].name, tuple(map(tuple, by_value.values())))
+
+
+class Taker:
+    """Takes this rank's sums of one bucket in one update.
+
+    ``finite`` is set to True if all values of the bucket were seen to be finite when they were summed.
+    """
+
+    def __init__(self, taken: list[tuple[torch.Tensor, torch.Tensor]], places: torch.Tensor) -> None:
+        """``places`` are those of the bucket among all that is ``taken``."""
+        self.finite = False
+        self._taken = taken
+        self._places = places
+
+    def add(self, places: torch.Tensor, sums: torch.Tensor) -> None:
+        """Adds ``sums``, int64 ``[len(places)]`` on any device, to places: int64, likewise, on the CPU."""
+        self._taken.append((self._places[places], sums))
+
+    def part(self, places: torch.Tensor) -> Taker:
+        """Takes the sums of a part of the bucket, given the place here of each place there, as ``join`` does."""
+        return Taker(self._taken, self._places[places])
 
 
 class SourceSums:
-    """The sums that one rank takes in one update.  They stay on their devices until ``values`` is asked for.
+    """The sums that one rank takes in one update.  They stay on their devices until they are asked for.
 
-    ``finite`` is the bucket that was filled last, if all its values were seen to be finite when they were summed.
+    ``takers`` has one for each bucket.
     """
 
-    def __init__(self) -> None:
-        self.finite: BucketLayout | None = None
-        self._count = 0
+    def __init__(self, places: Sequence[SumPlaces]) -> None:
+        self.places = places
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._counts = [one.count for one in places]
+        self._size = sum(self._counts)
+        self.takers = [Taker(self._taken, mine) for mine in torch.arange(self._size).split(self._counts)]
 
-    def reserve(self, count: int) -> Taker:
-        """Reserves the next ``count`` sums, each 0 until something is added to it."""
-        first = self._count
-        self._count += count
-        return Taker(self, first)
-
-    def add(self, places: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add ``sums``, int64 ``[len(places)]`` on any device, to places: int64, likewise, on the CPU."""
-        self._taken.append((places, sums))
-
-    def values(self) -> torch.Tensor:
-        """All sums in order, int64 on the CPU.  Waits for the devices."""
-        found = torch.zeros(self._count, dtype=torch.int64)
+    @cached_property
+    def values(self) -> Sequence[torch.Tensor]:
+        """The sums of each bucket, int64 on the CPU.  Waits for the devices; nothing is taken after that."""
+        found = torch.zeros(self._size, dtype=torch.int64)
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for taken in self._taken:
             by_device.setdefault(taken[1].device, []).append(taken)
         for some in by_device.values():  # one copy to the host for each device
             places = torch.cat([places for places, _ in some])
             found.index_add_(0, places, torch.cat([sums for _, sums in some]).cpu())
-        return found
+        return found.split(self._counts)
+
+    def to_add_up(self) -> torch.Tensor:
+        """This rank's share of the balance and of all totals, int64 on the CPU: ranks add it up mod 2**64."""
+        each = list(zip(self.places, self.values, strict=True))
+        balance = sum(places.balance(number, values) for number, (places, values) in enumerate(each))
+        first = torch.tensor([(balance + 2**63) % 2**64 - 2**63])
+        return torch.cat([first, *(places.totals(values) for places, values in each)])
 
 
 @dataclass(frozen=True, slots=True)
-class Taker:
-    """The places of one bucket among all sums of a rank."""
+class AllSums:
+    """The sums of all trainer ranks; the head has them.
 
-    sums: SourceSums
-    first: int
-
-    def add(self, places: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add ``sums``, int64 ``[len(places)]``, to these places of the bucket: int64, likewise, on the CPU."""
-        self.sums.add(places + self.first, sums)
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Which rank sums which part of a bucket, and in which order.  Every rank makes the same one.
-
-    A *group* is one part that several ranks may hold: their sums must be equal.  A group with a slot counts once
-    towards the sum of that slot.  A group without one is only compared: the memory that a sent value is computed from.
+    Attributes:
+        own: This rank's sums; None if it took none.
+        totals: The totals of each bucket, int64 on the CPU, to be read mod 2**64; empty on other ranks.
+        buckets: Sums of the slots of each bucket that other ranks took of their own buckets, by rank.
+        differ: True if replicas differ, or a rank received other bytes than the ranks hold.
     """
 
-    num_slots: int
-    _names: list[str] = field(default_factory=list[str])
-    _slots: list[int] = field(default_factory=list[int])
-    _rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    _table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # made by ``prepare``
-    _each_once: bool = False  # one rank sums each slot, in their order; made likewise
+    own: SourceSums | None = None
+    totals: Sequence[torch.Tensor] = ()
+    buckets: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
+    differ: bool = False
 
-    def group(self, name: str, slot: int | None) -> int:
-        """A new group: a part of the tensor ``name``, counted in ``slot`` if that is given."""
-        self._names.append(name)
-        self._slots.append(-1 if slot is None else slot)
-        return len(self._names) - 1
+    @staticmethod
+    def of(own: SourceSums, added: torch.Tensor, buckets: dict[int, list[torch.Tensor]]) -> AllSums:
+        """Reads on the head what all ranks had ``to_add_up``."""
+        balance, *totals = added.split([1, *(one.num_totals for one in own.places)])
+        each = zip(own.places, own.values, totals, strict=True)
+        differ = bool(balance) or any(places.received_otherwise(values, mine) for places, values, mine in each)
+        return AllSums(own, totals, buckets, differ)
 
-    def expect(self, rank: int, group: int) -> int:
-        """Adds that the rank sums the group; returns the place of that sum among the rank's own of this bucket."""
-        mine = self._rows.setdefault(rank, [])
-        mine.append(group)
-        return len(mine) - 1
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The sums of the slots of each bucket."""
+        places = self.own.places if self.own is not None else ()
+        return [totals[: one.num_slots] for one, totals in zip(places, self.totals, strict=True)]
 
-    def count(self, rank: int) -> int:
-        """How many sums a rank takes of this bucket."""
-        return len(self._rows.get(rank, ()))
 
-    def prepare(self, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Works out what ``fold`` needs for the sums of so many ranks; nothing is expected after that."""
-        if self._table is None:
-            self._table = self._tabulate(num_ranks)
-        return self._table
+def join(
+    rank: int, num_slots: int, parts: Sequence[tuple[SumPlaces, Sequence[int], Callable[[str], str]]]
+) -> tuple[SumPlaces, list[torch.Tensor]]:
+    """Joins the places of parts of a bucket.
 
-    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Adds the sums of all ranks; those of each rank, in order, are int64 ``[count(rank)]`` on the CPU."""
-        groups, firsts, slots = self.prepare(len(answers))
-        values = torch.cat(list(answers))
-        known = torch.ones(self.num_slots, dtype=torch.bool)
-        if self._each_once:
-            return Folded(values, known)
-        counted = (slots >= 0) & (firsts < len(groups))
-        totals = torch.zeros(self.num_slots, dtype=torch.int64).index_add_(0, slots[counted], values[firsts[counted]])
-        wrong = groups[values != values[firsts[groups]]].unique().tolist() if len(groups) else []
-        mismatches = tuple(self._mismatch(group, answers) for group in wrong)
-        return Folded(totals, known, mismatches)
+    Args:
+        parts: Places of each part, the numbers of its slots in the bucket, and its tensors' names there by theirs.  A
+            slot without a number becomes a total behind all slots.
 
-    def _tabulate(self, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The group of each sum, the first sum of each group (the one that counts), and the slot of each group."""
-        listed = [group for rank in range(num_ranks) for group in self._rows.get(rank, ())]
-        groups, count = torch.tensor(listed, dtype=torch.int64), len(self._names)
-        firsts = torch.full((count,), len(groups), dtype=torch.int64).scatter_reduce_(
-            0, groups, torch.arange(len(groups)), "amin"
-        )
-        slots = torch.tensor(self._slots, dtype=torch.int64)
-        in_order = torch.arange(self.num_slots)
-        self._each_once = torch.equal(groups, in_order) and torch.equal(slots, in_order)
-        return groups, firsts, slots
-
-    def _mismatch(self, group: int, answers: Sequence[torch.Tensor]) -> Mismatch:
-        by_value: dict[int, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            mine = self._rows.get(rank, ())
-            if group in mine:
-                by_value.setdefault(int(answer[mine.index(group)]), []).append(rank)
-        return Mismatch(self._names[group], tuple(tuple(ranks) for ranks in by_value.values()))
+    Returns:
+        The places of the bucket; and for each part the place there of each of its places.
+    """
+    more = sum(places.num_totals - len(numbers) for places, numbers, _ in parts)
+    joint, found, last = SumPlaces(rank, num_slots, more), list[torch.Tensor](), num_slots
+    for places, numbers, rename in parts:
+        size = places.num_totals - len(numbers)
+        totals, first = [*numbers, *range(last, last + size)], joint.count
+        last += size
+        joint.compared += [
+            one._replace(name=rename(one.name), slot=None if one.slot is None else totals[one.slot])
+            for one in places.compared
+        ]
+        found.append(torch.tensor([*totals, *range(first, joint.count)], dtype=torch.int64))
+    return joint, found
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.source_sums import Taker
 from weightcast.errors import ConfigError
 from weightcast.protocols import PlannedBucket
 from weightcast.wire.bucket import Bucket
 
 
 def bucketize(
-    planned: Sequence[PlannedBucket], slots: Sequence[torch.Tensor] | None, sources: SourceSums | None = None
+    planned: Sequence[PlannedBucket], slots: Sequence[torch.Tensor] | None, takers: Sequence[Taker] | None = None
 ) -> Iterator[Bucket | None]:
     """Fills one bucket after another, using the given buffers in turn.  Collective: every rank takes as many steps.
 
@@ -22,7 +22,7 @@ def bucketize(
     Args:
         planned: The buckets.
         slots: Flat uint8 buffers on the exporter's device, on ranks that have buckets; None elsewhere.
-        sources: Takes the sums of this rank's shards; None for no sums.
+        takers: Take the sums of this rank's shards, one for each bucket; None for no sums.
 
     Yields:
         The filled bucket.  None on a rank without buffers, once it has sent its part of the bucket.
@@ -36,9 +36,8 @@ def bucketize(
         sizes = [slot.numel() for slot in slots]
         raise ConfigError(f"buffers of {sizes} bytes for buckets of {needed_bytes} bytes")
     for number, one in enumerate(planned):
-        if sources is not None:
-            sources.finite = None
         data = slots[number % len(slots)] if slots is not None else None
-        sums = one.fill(data, sources)
-        finite = sources is not None and sources.finite is one.layout
+        taker = takers[number] if takers is not None else None
+        sums = one.fill(data, taker)
+        finite = taker is not None and taker.finite
         yield Bucket(one.layout, data, sums=sums, finite=finite) if data is not None else None

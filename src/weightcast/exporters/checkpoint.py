@@ -14,7 +14,7 @@ import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
-from weightcast.digest.source_sums import Folded, Ledger, SourceSums
+from weightcast.digest.source_sums import Taker
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
@@ -266,9 +266,9 @@ class CheckpointExporter(Exporter):
 
 
 class _ReadBucket(PlannedBucket):
-    """A bucket that every receiver reads from its own disk.  A receiver sums in its bucket the bytes that it has read.
+    """A bucket that every receiver reads from its own disk.
 
-    ``fold`` names receivers whose disks differ.
+    A receiver sums in its bucket the bytes that it has read, and receivers compare their sums.
     """
 
     def __init__(
@@ -286,35 +286,23 @@ class _ReadBucket(PlannedBucket):
         self._use = use
         self._reads = reads
         self._sums = sums
-        self._slots = torch.arange(len(layout.slots))
-        self._ledger = Ledger(len(layout.slots))
-        for number, slot in enumerate(layout.slots):
-            read = self._ledger.group(slot.spec.name, number)
-            for rank in use.receivers:
-                self._ledger.expect(rank, read)
-
-    def count(self, rank: int) -> int:
-        """Implements ``PlannedBucket.count``."""
-        return self._ledger.count(rank)
+        mine = layout.slots if group.rank in use.receivers else ()
+        place = self.sum_places.place
+        places = [place(slot.spec.name, number, use.receivers) for number, slot in enumerate(mine)]
+        self._places = torch.tensor(places, dtype=torch.int64)
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Implements ``PlannedBucket.prepare``."""
-        if self._use.sums and self._group.is_head:
-            self._ledger.prepare(self._group.world_size)
         if self._use.sums and self._group.rank in self._use.receivers:
             self._sums.prepare(self._exporter.device)
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> None:
         """Implements ``PlannedBucket.fill``.  No communication; errors as for ``CheckpointExporter.read``."""
         if data is None:
             return
         self._exporter.read(data, self._reads)
-        if sources is not None:
-            sources.reserve(len(self._slots)).add(self._slots, self._sums.of(Bucket(self.layout, data)))
-
-    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``PlannedBucket.fold``."""
-        return self._ledger.fold(answers)
+        if taker is not None:
+            taker.add(self._places, self._sums.of(Bucket(self.layout, data)))
 
 
 def _only_file(folder: Path) -> Path:

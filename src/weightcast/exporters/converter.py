@@ -13,7 +13,7 @@ import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.copies import Flat
-from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.source_sums import Taker
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
@@ -134,7 +134,7 @@ class _StreamBucket(PlannedBucket):
         self._stream = stream
         self._steps = steps
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> None:
         """Reads the stream up to the layout's last tensor.  Collective if the bridge is."""
         try:
             flat = Flat(data) if data is not None else None

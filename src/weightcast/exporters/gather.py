@@ -18,7 +18,7 @@ import torch
 from weightcast.comm.ipc import shared_buffer_at
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.source_sums import Folded, SourceSums, Taker
+from weightcast.digest.source_sums import Taker
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, check_on_each_host, plan_gather
@@ -80,12 +80,12 @@ class Gatherer:
         return GatherBucket(plan_gather(layout, tensors, group, use), group, use, self._held)
 
     def _own(self, number: int, group: TrainerGroup, use: BucketUse) -> Sequence[SharedPart]:
-        """The parts of a tensor that this rank holds; all of them on the head, which adds up the sums of all ranks."""
+        """The parts of a tensor that this rank holds."""
         parts = self._shared.parts(number)
         known = self._mine.get(id(parts), (None, (), ()))
         if known[0] is not parts or known[1] != use.reading_hosts:  # tensors that are held alike share one list
             check_on_each_host(self._specs[number].name, parts, group, use)
-            mine = parts if group.rank == 0 else [part for part in parts if group.rank in part.holders]
+            mine = [part for part in parts if group.rank in part.holders]
             known = self._mine[id(parts)] = parts, use.reading_hosts, mine
         return known[2]
 
@@ -134,33 +134,26 @@ class GatherBucket(PlannedBucket):
 
     def __init__(self, plan: GatherPlan, group: TrainerGroup, use: BucketUse, held: HeldParts) -> None:
         super().__init__(plan.layout, group)
-        self.serves, self.serves_to = plan.serves, plan.serves_to
+        self.serves, self.serves_to, self.sum_places = plan.serves, plan.serves_to, plan.sum_places
         self._plan = plan
         self._group = group
         self.use = use
         self._held = held
         self._own = OwnParts(plan.layout, plan.own, held, group.device)
 
-    def count(self, rank: int) -> int:
-        """Implements ``PlannedBucket.count``."""
-        return self._plan.ledger.count(rank)
-
     def prepare(self, data: torch.Tensor | None) -> None:
         """Implements ``PlannedBucket.prepare``."""
         group, use = self._group, self.use
-        if use.sums and group.is_head:
-            self._plan.ledger.prepare(group.world_size)
         with torch.no_grad():
             copies = use.copies and group.rank in self._plan.receivers
             self._own.prepare(copies=copies, sums=use.sums, data=data)
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
         """Implements ``PlannedBucket.fill``."""
         plan, own, group = self._plan, self._own, self._group
         if (group.rank in plan.receivers) != (data is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
         bucket = Bucket(self.layout, data) if data is not None else None
-        taker = sources.reserve(self.count(group.rank)) if sources is not None else None
         what = f"its part of bucket {self.layout.index}"
         sums = None
         with torch.no_grad():
@@ -178,17 +171,12 @@ class GatherBucket(PlannedBucket):
                 own.sum_in_place(taker, look)
         return None if plan.gathers or plan.waves or self.use.scattered else sums
 
-    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``PlannedBucket.fold``."""
-        return self._plan.ledger.fold(answers)
-
     def own_memory(self) -> Lying:
         """Implements ``PlannedBucket.own_memory``."""
         return self._own.lying(self._plan.serves)
 
-    def sum_own(self, sources: SourceSums) -> None:
+    def sum_own(self, taker: Taker) -> None:
         """Implements ``PlannedBucket.sum_own``."""
-        taker = sources.reserve(self.count(self._group.rank))
         with torch.no_grad():
             if self._own:
                 self._own.sum_in_place(taker, self._own.look())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Ledger
+from weightcast.digest.source_sums import SumPlaces
 from weightcast.errors import ConfigError
 from weightcast.exporters.own_parts import OwnPart
 from weightcast.exporters.ownership import SharedPart
@@ -65,7 +65,7 @@ class GatherPlan:
 
     layout: BucketLayout
     receivers: Sequence[int]
-    ledger: Ledger
+    sum_places: SumPlaces
     own: list[OwnPart] = field(default_factory=list[OwnPart])
     gathers: list[TensorSlot] = field(default_factory=list[TensorSlot])
     waves: list[list[Parcel]] = field(default_factory=list[list[Parcel]])
@@ -82,15 +82,15 @@ def plan_gather(
 ) -> GatherPlan:
     """Works out one bucket's gather.
 
-    ``tensors`` has the parts of all ranks.  If nothing is gathered, this rank's own are enough, except on the head,
-    which adds up the sums of all.
+    ``tensors`` has the parts of all ranks.  If nothing is gathered, this rank's own are enough.
 
     Raises:
         ConfigError: The layout has a tensor that the exporter does not have.
     """
     receivers = range(group.world_size) if use.scattered else use.receivers
-    ledger = Ledger(len(layout.slots))
-    plan = GatherPlan(layout, receivers, ledger, serves_to={host: [] for host in use.leg_hosts})
+    plan = GatherPlan(
+        layout, receivers, SumPlaces(group.rank, len(layout.slots)), serves_to={host: [] for host in use.leg_hosts}
+    )
     budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
     budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
     load: Counter[int] = Counter()
@@ -113,7 +113,7 @@ def plan_gather(
             if box is None:
                 continue
             if use.scattered:
-                _expect_sums(plan, index, part, box, None, group.rank)
+                _place_sum(plan, index, part, box, None)
                 size_bytes = box.numel * slot.spec.torch_dtype.itemsize
                 if use.leg_hosts:
                     mine = False
@@ -132,7 +132,7 @@ def plan_gather(
                 continue
             parcels = [] if gathered else list(_parcels(slot, part, box, receivers, load, budget_bytes))
             source = parcels[0].source if parcels else None
-            place = _expect_sums(plan, index, part, box, source, group.rank)
+            place = _place_sum(plan, index, part, box, source)
             for parcel in parcels:
                 if source == group.rank and source not in receivers and part.computed:
                     parcel = replace(parcel, summed_at=place)
@@ -155,34 +155,24 @@ def align(size_bytes: int) -> int:
     return -(-size_bytes // _SCRATCH_ALIGNMENT_BYTES) * _SCRATCH_ALIGNMENT_BYTES
 
 
-def _expect_sums(plan: GatherPlan, index: int, part: SharedPart, box: Box, source: int | None, rank: int) -> int | None:
-    """Enters in the ledger which ranks sum a part, and in ``own`` this rank's share.  Returns the place of its sum.
+def _place_sum(plan: GatherPlan, index: int, part: SharedPart, box: Box, source: int | None) -> int | None:
+    """Enters a part in ``own`` if this rank holds it; returns the place of its sum, None if this rank takes none.
 
     Every holder sums what lies in its memory.  A computed value is summed where it is first written: in the bucket of
     a receiver that holds the part, or on the rank that sends it.  Holders of one computed part compute it from
     replicas, and the sums of those replicas are compared.  ``source`` is None if no rank sends the part.
     """
-    slot, ledger = plan.layout.slots[index], plan.ledger
-    takers: Sequence[int] = part.holders
-    origins: dict[int, int] = {}
+    slot, places = plan.layout.slots[index], plan.sum_places
+    name, rank, takers = slot.spec.name, places.rank, part.holders
+    if rank not in part.holders:
+        return None
+    origin = None
     if part.computed:
-        takers = [one for one in part.holders if one in plan.receivers or one == source]
-        if len(part.holders) > 1:
-            origin = ledger.group(slot.spec.name, None)
-            origins = {one: ledger.expect(one, origin) for one in part.holders}
-    values = ledger.group(slot.spec.name, index)
-    places = {one: ledger.expect(one, values) for one in takers}
-    if rank in part.holders:
-        own = OwnPart(
-            slot=slot,
-            number=index,
-            box=box,
-            place=places.get(rank),
-            origin=origins.get(rank),
-            computed=part.computed,
-        )
-        plan.own.append(own)
-    return places.get(rank)
+        takers = tuple(one for one in part.holders if one in plan.receivers or one == source)
+        origin = places.place(name, None, part.holders) if len(part.holders) > 1 else None
+    place = places.place(name, index, takers) if rank in takers else None
+    plan.own.append(OwnPart(slot=slot, number=index, box=box, place=place, origin=origin, computed=part.computed))
+    return place
 
 
 def _in_rank_order(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import PlanSums
-from weightcast.digest.source_sums import Mismatch, SourceSums
+from weightcast.digest.source_sums import SumPlaces, Taker
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import GatherBucket, Gatherer
 from weightcast.exporters.held_parts import Computed, Held, InMemory
@@ -245,12 +245,14 @@ class MergedBucket:
         self._by_peft = by_peft
         self._gathered = gathered
         self._device = group.device
-        self._size = len(gathered.layout.slots) if gathered is not None else 0
         self._sums = PlanSums([gathered.layout] if gathered is not None else ())
-
-    def count(self, rank: int) -> int:
-        """Number of sums that a rank takes: of adapters in place, and as gathered."""
-        return self._size + (self._gathered.count(rank) if self._gathered is not None else 0)
+        # Of adapters in place, and as gathered.
+        self.sum_places = gathered.sum_places if gathered is not None else SumPlaces(group.rank, 0)
+        place, everybody = self.sum_places.place, range(group.world_size)
+        slots = enumerate(gathered.layout.slots if gathered is not None else ())
+        received = [place(slot.spec.name, number, everybody, gathered=True) for number, slot in slots]
+        self._received = torch.tensor(received, dtype=torch.int64)
+        self.name_of = merger.name_of
 
     def prepare(self, use: BucketUse) -> None:
         """Works out what ``begin`` needs, without reading or moving anything."""
@@ -261,38 +263,21 @@ class MergedBucket:
         if use.sums:
             self._sums.prepare(self._device)
 
-    def begin(self, sources: SourceSums | None) -> None:
+    def begin(self, taker: Taker | None) -> None:
         """Gathers the adapters to every rank.  Collective; ``end`` frees them."""
         bucket = None
         if self._gathered is not None:
             layout = self._gathered.layout
             bucket = Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._device))
             with self._merger.looking():
-                self._gathered.fill(bucket.data, sources)
-            if sources is not None:
-                sources.reserve(self._size).add(torch.arange(self._size), self._sums.of(bucket))
+                self._gathered.fill(bucket.data, taker)
+            if taker is not None:
+                taker.add(self._received, self._sums.of(bucket))
         self._merger.begin(self._by_peft, bucket)
 
     def end(self) -> None:
         """Frees what ``begin`` has made."""
         self._merger.end()
-
-    def mismatches(self, answers: Sequence[torch.Tensor]) -> tuple[Mismatch, ...]:
-        """Adapters whose replicas differ, or that a rank received with other values than their holders have.
-
-        ``answers`` are the sums of each rank in order, as many as ``count`` says.
-        """
-        if self._gathered is None:
-            return ()
-        folded = self._gathered.fold([answer[: -self._size] for answer in answers])
-        found = [replace(one, name=self._merger.name_of(one.name)) for one in folded.mismatches]
-        if not found:  # where replicas differ, the gathered values differ too
-            wrong = torch.stack([answer[-self._size :] != folded.sums for answer in answers])
-            for number in wrong.any(0).nonzero()[:, 0].tolist():
-                ranks = wrong[:, number].nonzero()[:, 0].tolist()
-                name = self._merger.name_of(self._gathered.layout.slots[number].spec.name)
-                found.append(Mismatch(name, (tuple(ranks),), gathered=True))
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

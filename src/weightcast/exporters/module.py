@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Folded, SourceSums
+from weightcast.digest.source_sums import Taker, join
 from weightcast.errors import ConfigError
 from weightcast.exporters import casting, lora
 from weightcast.exporters.checkpoint_layout import Stored, arrange_as_saved
@@ -99,6 +98,12 @@ class WeightsBucket(PlannedBucket):
         self._gathered = gathered
         self._group = group
         self._tensors = tensors
+        self._places: Sequence[torch.Tensor] = ()  # of the weights' sums and the adapters', among those of the bucket
+        self.sum_places = gathered.sum_places
+        if merged is not None:
+            num_slots = len(gathered.layout.slots)
+            parts = [(gathered.sum_places, range(num_slots), str), (merged.sum_places, (), merged.name_of)]
+            self.sum_places, self._places = join(group.rank, num_slots, parts)
         self._numbers = numbers
         self._merged = merged
         self._scaled = scaled
@@ -116,17 +121,19 @@ class WeightsBucket(PlannedBucket):
             finally:
                 self._end()
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
         """Implements ``PlannedBucket.fill``."""
         try:
             with self._tensors.reading(self._numbers):
                 try:
                     if self._merged is not None:
-                        self._merged.begin(sources)
+                        adapters = taker.part(self._places[1]) if taker is not None else None
+                        taker = taker.part(self._places[0]) if taker is not None else None
+                        self._merged.begin(adapters)
                     if self._scaled is not None:
                         quantiser, steps = self._scaled
                         quantiser.begin(steps, self._group)
-                    return self._gathered.fill(data, sources)
+                    return self._gathered.fill(data, taker)
                 finally:
                     self._end()
         except BaseException as error:
@@ -139,28 +146,15 @@ class WeightsBucket(PlannedBucket):
         if self._scaled is not None:
             self._scaled[0].end()
 
-    def count(self, rank: int) -> int:
-        """Implements ``PlannedBucket.count``; the adapters' sums come first."""
-        return self._gathered.count(rank) + (self._merged.count(rank) if self._merged is not None else 0)
-
-    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``PlannedBucket.fold``."""
-        if self._merged is None:
-            return self._gathered.fold(answers)
-        pairs = [answer.tensor_split([self._merged.count(rank)]) for rank, answer in enumerate(answers)]
-        folded = self._gathered.fold([weights for _, weights in pairs])
-        found = self._merged.mismatches([adapters for adapters, _ in pairs])
-        return replace(folded, mismatches=(*found, *folded.mismatches))
-
     def own_memory(self) -> Lying:
         """Implements ``PlannedBucket.own_memory``."""
         with self._tensors.looking():
             return self._gathered.own_memory()
 
-    def sum_own(self, sources: SourceSums) -> None:
+    def sum_own(self, taker: Taker) -> None:
         """Implements ``PlannedBucket.sum_own``."""
         with self._tensors.looking():
-            self._gathered.sum_own(sources)
+            self._gathered.sum_own(taker)
 
 
 class NamedExporter(GatheringExporter):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
+from weightcast.digest.source_sums import Taker, join
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
 from weightcast.protocols import BucketUse, Exporter, PlannedBucket
@@ -109,12 +109,12 @@ class ComposedExporter(Exporter):
             ConfigError: A layout has a tensor that no part has.
         """
         cuts = [self._cut(layout) for layout in layouts]
-        planned: list[list[_Cut]] = [[] for _ in layouts]
+        planned: list[list[tuple[Part, list[int], PlannedBucket]]] = [[] for _ in layouts]
         for name, part in self.parts.items():
             having = [number for number, cut in enumerate(cuts) if name in cut]
             inner = part.exporter.plan([self._inner_layout(layouts[n], cuts[n][name]) for n in having], group, use)
             for number, bucket in zip(having, inner, strict=True):
-                planned[number].append(_Cut(part.prefix, torch.tensor(cuts[number][name]), bucket))
+                planned[number].append((part, cuts[number][name], bucket))
         return [_ComposedBucket(layout, group, some) for layout, some in zip(layouts, planned, strict=True)]
 
     def unsummed(self) -> Collection[str]:
@@ -138,48 +138,27 @@ class ComposedExporter(Exporter):
         return msgspec.structs.replace(layout, slots=renamed)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cut:
-    """One part's slots of a bucket: their numbers, int64 ``[slots]``, and a bucket of these slots alone."""
-
-    prefix: str
-    numbers: torch.Tensor
-    bucket: PlannedBucket
-
-
 class _ComposedBucket(PlannedBucket):
     """A bucket with tensors of several exporters, of which each fills its own."""
 
-    def __init__(self, layout: BucketLayout, group: TrainerGroup, cuts: Sequence[_Cut]) -> None:
+    def __init__(
+        self, layout: BucketLayout, group: TrainerGroup, cuts: Sequence[tuple[Part, Sequence[int], PlannedBucket]]
+    ) -> None:
+        """Takes each part, the numbers of its slots, and its bucket of these slots alone."""
         super().__init__(layout, group)
-        self._cuts = cuts
-
-    def count(self, rank: int) -> int:
-        """Implements ``PlannedBucket.count``."""
-        return sum(cut.bucket.count(rank) for cut in self._cuts)
+        parts = [(bucket.sum_places, numbers, part.prefix.__add__) for part, numbers, bucket in cuts]
+        self.sum_places, places = join(group.rank, len(layout.slots), parts)
+        self._cuts = [(bucket, mine) for (_, _, bucket), mine in zip(cuts, places, strict=True)]
 
     def prepare(self, data: torch.Tensor | None) -> None:
         """Implements ``PlannedBucket.prepare``."""
-        for cut in self._cuts:
-            cut.bucket.prepare(data)
+        for bucket, _ in self._cuts:
+            bucket.prepare(data)
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> None:
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> None:
         """Implements ``PlannedBucket.fill``."""
-        for cut in self._cuts:
-            cut.bucket.fill(data, sources)
-
-    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``PlannedBucket.fold``."""
-        whole = Folded.unknown(self.layout)
-        mismatches: list[Mismatch] = []
-        for cut in self._cuts:
-            pairs = [answer.tensor_split([cut.bucket.count(rank)]) for rank, answer in enumerate(answers)]
-            answers = [rest for _, rest in pairs]
-            folded = cut.bucket.fold([mine for mine, _ in pairs])
-            whole.sums[cut.numbers] = folded.sums
-            whole.known[cut.numbers] = folded.known
-            mismatches += [replace(found, name=f"{cut.prefix}{found.name}") for found in folded.mismatches]
-        return replace(whole, mismatches=tuple(mismatches))
+        for bucket, places in self._cuts:
+            bucket.fill(data, taker.part(places) if taker is not None else None)
 
 
 def _renamed(slot: TensorSlot, name: str) -> TensorSlot:

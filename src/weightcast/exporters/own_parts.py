@@ -424,7 +424,7 @@ class OwnParts:
     def _saw(self, launches: PlacedLaunches, taker: Taker) -> None:
         """Notes what a launch that summed all parts has seen."""
         if launches.small:
-            taker.sums.finite = self._layout
+            taker.finite = True
 
     def _sum_origin(self, own: OwnPart, taker: Taker) -> None:
         """Sums the memory that a part's values are computed from."""

@@ -7,16 +7,16 @@ fewer targets, and every rank hears its decision.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
-import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Folded
+from weightcast.digest.source_sums import AllSums
 from weightcast.errors import TrainerRankFailed, UpdateFailed
+from weightcast.exporters.all_sums import find_differing
 from weightcast.protocols import Exporter
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
@@ -35,12 +35,11 @@ class SentBuckets:
     """An attempt in which every bucket was sent, or one could not be.
 
     Attributes:
-        folded, found: The arguments of ``Head.finish``.
+        sums: The sums of all ranks, as far as this rank has them.
         extra_bytes: Most extra memory of this rank until then, with buffers of earlier updates.
     """
 
-    folded: Sequence[Folded]
-    found: Mapping[int, Sequence[torch.Tensor]]
+    sums: AllSums
     extra_bytes: int
 
 
@@ -74,8 +73,8 @@ class Attempts:
             result = self._open(head, stream, filling)
             if result.failure is not None or result.again:
                 return result
-            folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
-            return SentBuckets(folded, found, kept_bytes + peak.extra_bytes)
+            sums = stream.send(filling, sums_buckets=result.sums_buckets)
+            return SentBuckets(sums, kept_bytes + peak.extra_bytes)
 
     def taken(self, head: Head | None) -> bool:
         """Waits until every engine has taken every bucket; False if one has not, which ``finish`` reports."""
@@ -96,11 +95,11 @@ class Attempts:
         with self._breaks_off(head), gc_paused():
             result = AttemptResult()
             if head is not None:
-                result = head.finish(sent.folded, sent.found, repeats=repeats)
+                result = head.finish(sent.sums, repeats=repeats)
                 if head.failed:
                     stream.abort("the update failed")
         try:
-            return self._conclude(result, head, stream, sent.extra_bytes)
+            return self._conclude(result, head, stream, sent)
         except TrainerRankFailed as error:
             if head is None or not head.run.switched:
                 raise
@@ -138,7 +137,7 @@ class Attempts:
         return result
 
     def _conclude(
-        self, result: AttemptResult, head: Head | None, stream: BucketStream, extra_bytes: int
+        self, result: AttemptResult, head: Head | None, stream: BucketStream, sent: SentBuckets
     ) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
 
@@ -147,11 +146,13 @@ class Attempts:
         asked_at = time.monotonic()
         result = self._ranks.hear(result)
         heard = time.monotonic()
+        if result.differ:
+            result = self._find_differing(sent.sums, head, stream)
         if result.score:
             result = self._score(head)
         if result.report is None:
             return result
-        ends = gather_ends(self._group, self._events.recording, extra_bytes, heard=heard, asked_at=asked_at)
+        ends = gather_ends(self._group, self._events.recording, sent.extra_bytes, heard=heard, asked_at=asked_at)
         if ends is None:
             return self._ranks.hear(result)
         peak_bytes, timeline = ends
@@ -163,6 +164,16 @@ class Attempts:
         )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
         return msgspec.structs.replace(result, report=report.with_timeline(timeline))
+
+    def _find_differing(self, sums: AllSums, head: Head | None, stream: BucketStream) -> AttemptResult:
+        """Finds the tensors of which the trainer ranks' sums differ, and fails the attempt."""
+        result = AttemptResult()
+        with self._breaks_off(head):
+            found = find_differing(sums, self._group, timeout_s=self._ranks.wait_s)
+            if head is not None:
+                result = head.differ(found)
+                stream.abort("the update failed")
+        return self._ranks.hear(result)
 
     def _score(self, head: Head | None) -> AttemptResult:
         mine, why, began = list[float](), "", time.monotonic()

@@ -19,10 +19,10 @@ import torch
 from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import Folded, SourceSums
+from weightcast.digest.source_sums import AllSums, SourceSums
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
-from weightcast.exporters import sum_messages
+from weightcast.exporters import all_sums
 from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import BucketUse, Exporter, Lying, PlannedBucket
 from weightcast.runtime.lru import Lru
@@ -270,6 +270,8 @@ class BucketStream:
         if self._verifies or exporter.device.type == "cuda":  # where copies are launches of the same kernel
             prepare_kernels(exporter.device, size_bytes=self._sent_bytes[-1])
         for number, (planned, served) in enumerate(zip(self._planned, self._served, strict=True)):
+            if self._verifies:
+                planned.sum_places.prepare()
             if number < self._num_mapped:
                 planned.prepare(None)
                 continue
@@ -284,13 +286,13 @@ class BucketStream:
         """
         self.exchange.begin()
         self._heard_at = time.monotonic()
-        sources = SourceSums() if self._verifies else None
+        sources = SourceSums([one.sum_places for one in self._planned]) if self._verifies else None
         filling = Filling(plan=self.plan(), sources=sources)
         mapped = self._planned[: self._num_mapped]
         filling.lying = [self._look_at_mapped(planned) for planned in mapped]
         if self._sums_ahead and sources is not None:
-            for planned in mapped:
-                planned.sum_own(sources)
+            for planned, taker in zip(mapped, sources.takers, strict=False):
+                planned.sum_own(taker)
         return filling
 
     def start(self, filling: Filling) -> None:
@@ -316,17 +318,18 @@ class BucketStream:
         """
         return self._exporter.device.type == "cuda"
 
-    def send(
-        self, filling: Filling, *, sums_buckets: bool
-    ) -> tuple[Sequence[Folded], Mapping[int, Sequence[torch.Tensor]]]:
+    def send(self, filling: Filling, *, sums_buckets: bool) -> AllSums:
         """Sends all buckets.  Collective: every trainer rank calls it.
 
-        With ``sums_buckets``, every rank with a bucket sums it.  Returns the arguments of ``Head.finish``; they are
-        empty on other ranks, without verification, and after a failure.
+        With ``sums_buckets``, every rank with a bucket sums it.  Returns the sums of all ranks on the head; there are
+        none without verification, and after a failure.
         """
         with self._patience():
             sent = self._send_each(filling, sums_buckets=sums_buckets)
-        return self._gather_sums(filling.sources, filling.sums) if sent and filling.sources is not None else ((), {})
+        if not sent or filling.sources is None:
+            return AllSums()
+        buckets = filling.sums if sums_buckets else None
+        return all_sums.add_up(filling.sources, buckets, self._group, timeout_s=self._wait_s)
 
     @contextmanager
     def _patience(self) -> Generator[None]:
@@ -398,7 +401,8 @@ class BucketStream:
         layouts = self._layouts[self._num_mapped :]
         self._make_slots()
         slots = [slot.data for slot in self._slots] if self._group.rank in self._use.receivers else None
-        buckets = bucketize(self._planned[self._num_mapped :], slots, filling.sources)
+        takers = filling.sources.takers[self._num_mapped :] if filling.sources is not None else None
+        buckets = bucketize(self._planned[self._num_mapped :], slots, takers)
         for number, layout in enumerate(layouts):
             slot = self._slot(self._num_mapped + number)
             if slot is not None:
@@ -441,7 +445,7 @@ class BucketStream:
                 if self._progress is not None and not head.failed:
                     self._progress(*so_far)
             if mapped and not self._sums_ahead and filling.sources is not None:
-                self._planned[index].sum_own(filling.sources)
+                self._planned[index].sum_own(filling.sources.takers[index])
             if exchanges and head is not None and head.failed:
                 self.exchange.abort("the update failed")  # the others may wait for engine ranks
             elif exchanges and bucket is not None:
@@ -508,16 +512,6 @@ class BucketStream:
         gathered = self._group.gather_bytes(_encoder.encode(failed), timeout_s=self._left_s)
         if self._head is not None and gathered is not None:
             self._head.exchange_failed([_failures.decode(one) for one in gathered])
-
-    def _gather_sums(
-        self, sources: SourceSums, buckets: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[Folded], Mapping[int, Sequence[torch.Tensor]]]:
-        """Gathers the sums of all ranks on the head, one message from each rank; empty on other ranks."""
-        message = sum_messages.encode(sources.values(), buckets)
-        messages = self._group.gather_bytes(message, timeout_s=self._wait_s)
-        if messages is None:
-            return (), {}
-        return sum_messages.decode(self._planned, messages)
 
     def _pack_bytes(self, layout: BucketLayout) -> int:
         """Bytes of a bucket's packs, and of the gap before them."""

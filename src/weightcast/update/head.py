@@ -11,11 +11,10 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-import torch
-
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target
-from weightcast.digest.source_sums import Folded
+from weightcast.digest.sent import replicas_differ
+from weightcast.digest.source_sums import AllSums, Mismatch
 from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, WeightcastError
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import only_its_group, raise_together, run_each, start_each, together
@@ -242,29 +241,25 @@ class Head:
             with self._notes_failure(), self.run.phase("send"):
                 self.members.carriers.drain()
 
-    def finish(
-        self,
-        sources: Sequence[Folded] = (),
-        buckets: Mapping[int, Sequence[torch.Tensor]] | None = None,
-        *,
-        repeats: bool = True,
-    ) -> AttemptResult:
-        """Drains the transport, verifies, and commits; the arguments are those of ``Verifier.finish``.
+    def finish(self, sums: AllSums | None = None, *, repeats: bool = True) -> AttemptResult:
+        """Drains the transport, verifies, and commits; ``sums`` are None without verification.
 
         Without ``repeats`` no attempt follows a failure, because the weights may be others by then.
         """
         self._repeats = repeats
         try:
-            return self._finish(sources, buckets or {})
+            return self._finish(sums or AllSums())
         finally:
             self._verifier.release()
 
-    def _finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> AttemptResult:
+    def _finish(self, sums: AllSums) -> AttemptResult:
         try:
             if self._failure is not None:
                 raise self._failure
+            if sums.differ:
+                return AttemptResult(differ=True)
             with self.run.phase("pack"):
-                sent = self._verifier.finish(sources, buckets)
+                sent = self._verifier.finish(sums)
             self.drain()
             if self._failure is not None:
                 raise self._failure
@@ -287,6 +282,10 @@ class Head:
             for link in self._links:
                 link.outcome.add("this exporter has no forward pass, so behaviour could not be compared")
         return AttemptResult(report=self.report())
+
+    def differ(self, found: Sequence[Mismatch]) -> AttemptResult:
+        """Fails because sums of the trainer ranks differ, in these tensors."""
+        return self.fail(replicas_differ(found))
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> AttemptResult:
         """Compares log-probabilities with the engines'; ``why_not`` says why the trainer has none, else empty."""

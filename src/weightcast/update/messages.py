@@ -91,6 +91,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         plan: The plan of the updates from then on; None if it stays as it is.
         served: With a plan, the highest version that a target serves; None if no target knows its own.
         score: True if the head needs the trainer's forward pass next.
+        differ: True if sums of the trainer ranks differ, so that they find the tensors next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The groups that every trainer rank joins next; empty if there are none to join.
         boxes: The boxes that engine ranks want, which trainer ranks pack for them; None if they are as before.
@@ -102,6 +103,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     plan: UpdatePlan | None = None
     served: int | None = None
     score: bool = False
+    differ: bool = False
     sums_buckets: bool = False
     invited: tuple[Invited, ...] = ()
     boxes: tuple[bytes, ...] | None = None

@@ -11,7 +11,7 @@ import torch
 from weightcast.comm.run_steps import converse_on_loop
 from weightcast.digest.definition import unequal
 from weightcast.digest.sent import Sent, SentDigests, gathered_otherwise
-from weightcast.digest.source_sums import Folded
+from weightcast.digest.source_sums import AllSums
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
 from weightcast.protocols import Exporter
 from weightcast.transports.blame import raise_together, run_each, try_each
@@ -40,7 +40,7 @@ class Verifier:
         self._unsummed_names = frozenset(self._unsummed)
         self._finite = FiniteCheck()
         self._digests = SentDigests()
-        self._sources: Sequence[Folded] = ()
+        self._sources: Sequence[torch.Tensor] = ()
         self._sent = Sent()
         self._served = Sent()
         self._must_be: str | None = None
@@ -95,7 +95,8 @@ class Verifier:
         self._digests = SentDigests(
             plan.casts([link.info.specs for link in links]) if self._wants_resident else None,
             sums=plan.sums,
-            unsummed=None if mute else self._unsummed_names,
+            unsummed=self._unsummed_names,
+            every=mute,
         )
         self._sources = ()
         return mute and self._config.verify != "none"
@@ -107,13 +108,10 @@ class Verifier:
         if self._config.verify != "none":
             self._digests.add(bucket)
 
-    def finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> Sent:
-        """Compares the buckets with the trainer ranks' shards; returns the digests of everything sent, if it verifies.
-
-        ``sources`` and ``buckets`` are those of ``SentDigests.finish``.
-        """
-        self._sources = sources
-        return self._digests.finish(sources, buckets) if self._config.verify != "none" else Sent()
+    def finish(self, sums: AllSums) -> Sent:
+        """Compares the buckets with the trainer ranks' shards; returns the digests of what was sent, if it verifies."""
+        self._sources = sums.sources
+        return self._digests.finish(self._sources, sums.buckets) if self._config.verify != "none" else Sent()
 
     def release(self) -> None:
         """Frees the memory that the digests took."""

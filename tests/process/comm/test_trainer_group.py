@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.helpers.clock import PATIENCE_S, Clock, wait_until
 from tests.helpers.ranks import Ranks
 from tests.unit.comm.test_trainer_group import CPU
-from weightcast.comm import trainer_failure
+from weightcast.comm import trainer_failure, trainer_group
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import TrainerRankFailed
 
@@ -54,6 +54,37 @@ def exchange_messages() -> None:
 
 
 def test_messages_reach_every_rank(three):
+    three.run(exchange_messages)
+
+
+def add_up_along(branches: int, sizes: list[int]) -> list[int] | str | None:
+    """What the head has, or the error."""
+    trainer_group._BRANCHES, before = branches, trainer_group._BRANCHES
+    group = TrainerGroup.connect(CPU, timeout_s=PATIENCE_S)
+    try:
+        values = torch.arange(sizes[group.rank]) + (1 << 62)
+        added = [group.add_up(values + number) for number in range(3)]
+        group.barrier("the end")
+        return added[2].tolist() if added[2] is not None else None
+    except TrainerRankFailed as error:
+        return str(error)
+    finally:
+        trainer_group._BRANCHES = before
+        group.close()
+
+
+@pytest.mark.parametrize("branches", [16, 1])
+@pytest.mark.parametrize("size", [1, 5, 100_000])
+def test_values_of_every_rank_are_added_up_on_the_head(three, branches, size):
+    overflown = 3 * (1 << 62) - (1 << 64)
+    right = [3 * number + 6 + overflown for number in range(size)]
+    assert three.run(add_up_along, branches, [size] * 3) == [right, None, None]
+
+
+@pytest.mark.parametrize("branches", [16, 1])
+def test_a_rank_with_another_number_of_sums_is_named_by_all(three, branches):
+    for text in three.run(add_up_along, branches, [7, 7, 6]):
+        assert f"trainer rank 2 sent 6 sums, and trainer rank {0 if branches > 1 else 1} has 7" in text
     three.run(exchange_messages)
 
 
@@ -157,6 +188,10 @@ def lose_rank_2(how: int, step: str, timeout_s: float) -> str:
         for _ in range(3):
             if step == "barrier":
                 group.barrier("bucket 3")
+            elif step == "sums":  # along a chain
+                trainer_group._BRANCHES = 1
+                group.add_up(torch.zeros(1000, dtype=torch.int64))
+                group.broadcast_bytes(b"x")
             elif step == "gather":
                 group.gather_bytes(b"x")
                 group.broadcast_bytes(b"x")
@@ -171,7 +206,7 @@ def lose_rank_2(how: int, step: str, timeout_s: float) -> str:
 @pytest.mark.parametrize(
     ("how", "step"),
     [
-        *(("SIGKILL", step) for step in ("barrier", "gather", "ring")),
+        *(("SIGKILL", step) for step in ("barrier", "gather", "ring", "sums")),
         ("SIGSTOP", "ring"),
         # Each takes a whole deadline.
         *(pytest.param("SIGSTOP", step, marks=pytest.mark.wide) for step in ("barrier", "gather")),

@@ -225,8 +225,8 @@ def sum_adapted(base_placements, adapter_placements, quantise, wrong, receivers)
     if wrong == "gathered" and group.rank == 1:
         fill = gather.GatherBucket.fill
 
-        def then_flip(self, data, sources=None):
-            value = fill(self, data, sources)
+        def then_flip(self, data, taker=None):
+            value = fill(self, data, taker)
             if data is not None and any("lora_" in slot.spec.name for slot in self.layout.slots):
                 data[1] ^= 1
             return value

@@ -17,10 +17,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.helpers import library
-from tests.helpers.exports import CPU, export, plan, raw
+from tests.helpers.exports import CPU, export, plan, raw, takers_of
 from tests.helpers.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.fsdp1 import Fsdp1Exporter
@@ -126,9 +125,9 @@ def planned(class_name: str) -> tuple[dict[str, int], list[str]]:
             one.prepare(None)
         assert {name: tuple(tensor.shape) for name, tensor in model.named_parameters()} == local
         before = dict(counts)
-        slots, sources = allocate_slots(CPU, 20_000), SourceSums()
+        slots = allocate_slots(CPU, 20_000)
         got: dict[str, bytes] = {}
-        for bucket in bucketize(planned, slots, sources):
+        for bucket in bucketize(planned, slots, takers_of(planned)):
             assert bucket is not None
             for slot, view in bucket.views():
                 got[slot.spec.name] = got.get(slot.spec.name, b"") + raw(view)

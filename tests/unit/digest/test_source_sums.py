@@ -1,58 +1,32 @@
-"""The sums that trainer ranks take of their shards are the digest of the whole tensor; real gloo ranks."""
+"""The sums that trainer ranks take of their shards are the digest of the whole tensor."""
 
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers.exports import ALONE, CPU, bucketize
+from tests.helpers.exports import ALONE, CPU, bucketize, plan
+from tests.helpers.playing import Game
 from tests.helpers.ranks import allocate_slots
 from tests.helpers.source_sums import summed
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest import on_cpu
 from weightcast.digest.definition import tensor_digest
-from weightcast.digest.source_sums import Folded, Ledger, SourceSums
+from weightcast.digest.source_sums import AllSums, Mismatch, SourceSums, SumPlaces
 from weightcast.digest.transfers import transfers_on
-from weightcast.exporters import own_parts, sum_messages
+from weightcast.exporters import all_sums, own_parts
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.exporters.state_dict import StateDictExporter
-from weightcast.protocols import TO_HEAD
 from weightcast.wire.layout import Packing, plan_buckets
-
-
-@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 1), (0, 0, 1), (0, None, 1)])
-@pytest.mark.parametrize("again", [False, True])
-def test_one_rank_has_its_sums_added_to_the_slots_that_they_are_of(slots, again):
-    ledger = Ledger(3)
-    for slot in slots:
-        ledger.expect(0, ledger.group("t", slot))
-    if again:
-        ledger.fold([torch.tensor([5, 6, 7])])
-    folded = ledger.fold([torch.tensor([10, 20, 30])])
-    wanted = [0, 0, 0]
-    for slot, value in zip(slots, (10, 20, 30), strict=True):
-        if slot is not None:
-            wanted[slot] += value
-    assert (folded.sums.tolist(), folded.known.tolist(), folded.mismatches) == (wanted, [True] * 3, ())
-
-
-# -- any mesh
-
-
-# -- a bit that flips while it is gathered, and replicas that differ
-
-
-# -- experts, fused tensors, composed models, what is computed
-
-
-# -- exporters that hold nothing, and arithmetic
 
 
 def test_a_checkpoint_is_summed_as_it_was_read(tmp_path):
@@ -81,10 +55,10 @@ def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen():
     model.a, model.b = (nn.Parameter(torch.randn(80, 70, dtype=torch.bfloat16)) for _ in range(2))
     exporter = ModuleExporter(model)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=80 * 140, packing=Packing())
-    slots, sources = allocate_slots(CPU, 80 * 140), SourceSums()
+    slots = allocate_slots(CPU, 80 * 140)
 
     def found() -> list[bool]:
-        filled = bucketize(exporter, layouts, ALONE, slots, sources)
+        filled = bucketize(exporter, layouts, ALONE, slots, sums=True)
         return [bucket.finite for bucket in filled if bucket is not None]
 
     assert found() == [True, True]
@@ -98,7 +72,7 @@ def test_a_bucket_says_that_it_is_finite_where_all_of_it_was_seen():
     assert not any(bucket.finite for bucket in unsummed if bucket is not None)
     half = ModuleExporter(model, wire_dtype=torch.float16)
     halves = plan_buckets(half.specs(), bucket_bytes=80 * 140, packing=Packing())
-    cast = bucketize(half, halves, ALONE, slots, sources)
+    cast = bucketize(half, halves, ALONE, slots, sums=True)
     assert not any(bucket.finite for bucket in cast if bucket is not None), "values that were cast were not seen"
 
 
@@ -109,11 +83,12 @@ def test_what_nobody_sums_at_its_source_is_named():
     composed = ComposedExporter({"policy": nn_exporter(), "rest": Part(exporter=bridge, prefix="rest.")})
     assert list(composed.unsummed()) == ["rest.x", "rest.y"]
     layouts = plan_buckets(composed.specs(), bucket_bytes=4096, packing=Packing())
-    sources = SourceSums()
-    list(bucketize(composed, layouts, ALONE, allocate_slots(CPU, 4096), sources))
-    folded, _ = sum_messages.decode(composed.plan(layouts, ALONE, TO_HEAD), [sum_messages.encode(sources.values(), ())])
-    known = {slot.spec.name: bool(k) for slot, k in zip(layouts[0].slots, folded[0].known, strict=True)}
-    assert known == {"weight": True, "bias": True, "rest.x": False, "rest.y": False}
+    [bucket] = plan(composed, layouts)
+    sources = SourceSums([bucket.sum_places])
+    bucket.fill(torch.zeros(4096, dtype=torch.uint8), *sources.takers)
+    [sums] = AllSums.of(sources, sources.to_add_up(), {}).sources
+    summed = {slot.spec.name: value != 0 for slot, value in zip(layouts[0].slots, sums.tolist(), strict=True)}
+    assert summed == {"weight": True, "bias": True, "rest.x": False, "rest.y": False}
 
 
 def nn_exporter() -> ModuleExporter:
@@ -142,32 +117,68 @@ def test_what_is_summed_while_it_is_copied_is_not_read_again(monkeypatch):
         assert sums == gathered == {name: tensor_digest(value) for name, value in model.named_parameters()}
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_a_group_counts_once_and_differences_are_named(world_size, num_slots, rng):
-    ledger, values, right = Ledger(num_slots), {}, [0] * num_slots
-    wrong: dict[str, tuple[set[int], set[int]]] = {}
-    answers: list[list[int]] = [[] for _ in range(world_size)]
+@dataclass(slots=True)
+class Played:
+    """What ranks sum of one bucket: random parts of its slots, and parts that are only compared, with their holders."""
+
+    places: list[SumPlaces]
+    added: list[list[tuple[int, int]]]  # place and value, on each rank
+    right: list[int]
+    wrong: dict[str, set[frozenset[int]]]
+
+
+def played(bucket: int, world_size: int, num_slots: int, rng: random.Random) -> Played:
+    places = [SumPlaces(rank, num_slots) for rank in range(world_size)]
+    one = Played(places, [[] for _ in places], [0] * num_slots, {})
     for number in range(rng.randint(0, 8)):
-        slot = rng.choice([None, *range(num_slots)])
+        name, slot = f"{bucket}.{number}", rng.choice([None, *range(num_slots)])
         holders = sorted(rng.sample(range(world_size), rng.randint(1, world_size)))
-        group = ledger.group(f"t{number}", slot)
-        value = values[number] = rng.randint(-(2**63), 2**63 - 1)
-        odd = rng.choice(holders[1:]) if len(holders) > 1 and rng.random() < 0.3 else None
+        value = rng.randint(-(2**63), 2**63 - 1)
+        odd = rng.choice(holders) if len(holders) > 1 and rng.random() < 0.3 else None
         for rank in holders:
-            assert ledger.expect(rank, group) == len(answers[rank])
-            answers[rank].append(value if rank != odd else value ^ 1)
+            place = places[rank].place(name, slot, holders)
+            one.added[rank].append((place, value ^ 1 if rank == odd else value))
         if slot is not None:
-            right[slot] += value
+            one.right[slot] += value ^ 1 if odd == holders[0] else value
         if odd is not None:
-            wrong[f"t{number}"] = {one for one in holders if one != odd}, {odd}
-    folded = ledger.fold([torch.tensor(answer, dtype=torch.int64) for answer in answers])
-    assert [ledger.count(rank) for rank in range(world_size)] == [len(answer) for answer in answers]
-    assert [total % 2**64 for total in folded.sums.tolist()] == [total % 2**64 for total in right]
-    assert {one.name: tuple(map(set, one.ranks)) for one in folded.mismatches} == wrong
+            one.wrong[name] = {frozenset(holders) - {odd}, frozenset({odd})}
+    return one
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_a_part_counts_once_and_differences_are_named(world_size, sizes, rng):
+    buckets = [played(number, world_size, size, rng) for number, size in enumerate(sizes)]
+
+    def add_up(rank: int, group: TrainerGroup) -> tuple[AllSums, list[Mismatch]]:
+        own = SourceSums([one.places[rank] for one in buckets])
+        for one, taker in zip(buckets, own.takers, strict=True):
+            for place, value in one.added[rank]:
+                taker.add(torch.tensor([place]), torch.tensor([value]))
+        sums = all_sums.add_up(own, None, group, timeout_s=1)
+        return sums, all_sums.find_differing(sums, group, timeout_s=1)
+
+    sums, found = Game(world_size).play(add_up)[0]
+    for one, totals in zip(buckets, sums.sources, strict=True):
+        assert [total % 2**64 for total in totals.tolist()] == [total % 2**64 for total in one.right]
+    wrong = {name: groups for one in buckets for name, groups in one.wrong.items()}
+    assert {one.name: set(map(frozenset, one.ranks)) for one in found} == wrong
+    assert sums.differ == bool(wrong)
+
+
+def test_values_that_two_tensors_have_exchanged_on_one_rank_differ():
+    def add_up(rank: int, group: TrainerGroup) -> tuple[bool, list[str]]:
+        buckets = [SumPlaces(rank, 1) for _ in range(2)]
+        places = [one.place(f"w{number}", 0, (0, 1)) for number, one in enumerate(buckets)]
+        own = SourceSums(buckets)
+        for number, (taker, place) in enumerate(zip(own.takers, places, strict=True)):
+            taker.add(torch.tensor([place]), torch.tensor([7 if number == rank else 8]))
+        sums = all_sums.add_up(own, None, group, timeout_s=1)
+        return sums.differ, [one.name for one in all_sums.find_differing(sums, group, timeout_s=1)]
+
+    assert Game(2).play(add_up)[0] == (True, ["w0", "w1"])
 
 
 def test_nothing_is_nothing():
-    assert SourceSums().values().tolist() == []
-    layout = plan_buckets(nn_exporter().specs(), bucket_bytes=4096, packing=Packing())[0]
-    assert not Folded.unknown(layout).known.any()
+    sums = SourceSums([])
+    assert (sums.takers, AllSums.of(sums, sums.to_add_up(), {}).sources) == ([], [])

@@ -12,7 +12,6 @@ from tests.helpers.ranks import allocate_slots
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.source_sums import SourceSums
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
 from weightcast.exporters.module import ModuleExporter
 from weightcast.receiver.loader import Loader
@@ -59,7 +58,7 @@ class Mixed(nn.Module):
 def buckets(model: nn.Module, *, bucket_bytes: int, **options):
     exporter = ModuleExporter(model, **options)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
-    for bucket in bucketize(exporter, layouts, ALONE, allocate_slots(CPU, bucket_bytes), sources=SourceSums()):
+    for bucket in bucketize(exporter, layouts, ALONE, allocate_slots(CPU, bucket_bytes), sums=True):
         assert bucket is not None
         yield bucket
 

@@ -1,4 +1,4 @@
-"""Planned buckets of models that ranks hold in any way: what ranks serve, and what their sums fold to."""
+"""Planned buckets of models that ranks hold in any way: what ranks serve, and what their sums add up to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.playing import Game
 from tests.unit.exporters.test_placements import jobs
 from tests.unit.update.test_exchange import Trainer, values_of
 from weightcast.digest.bucket_sums import sums_of_slots
-from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.source_sums import AllSums, SourceSums
 from weightcast.protocols import BucketUse, PlannedBucket
 from weightcast.wire.box import Box, tiles
 from weightcast.wire.bucket import Bucket
@@ -83,7 +83,7 @@ def test_each_host_that_reads_is_served_every_element_exactly_once(case):
 
 @settings(max_examples=25, deadline=None, database=None, derandomize=True)
 @given(case=job_on_hosts)
-def test_sums_of_all_ranks_fold_to_those_of_the_whole(case):
+def test_sums_of_all_ranks_add_up_to_those_of_the_whole(case):
     job, hosts, bucket_bytes = case
     trainers = trainers_of(job, hosts)
     values = values_of(trainers[0].specs, 1)
@@ -94,13 +94,9 @@ def test_sums_of_all_ranks_fold_to_those_of_the_whole(case):
         for slot, view in whole.views():
             rows = slice(slot.first_row, slot.first_row + slot.num_rows) if slot.spec.shape else ...
             view.copy_(values[slot.spec.name][rows])
-        answers: list[torch.Tensor] = []
-        for bucket in buckets:
-            sources = SourceSums()
-            bucket.fill(torch.zeros(max(layout.size_bytes, 1), dtype=torch.uint8), sources)
-            answers.append(sources.values())
-        assert [buckets[0].count(rank) for rank in range(len(buckets))] == list(map(len, answers))
-        assert [bucket.count(rank) for rank, bucket in enumerate(buckets)] == list(map(len, answers))
-        folded = buckets[0].fold(answers)
-        assert (folded.sums.tolist(), folded.mismatches) == (sums_of_slots(whole).tolist(), ())
-        assert folded.known.all()
+        ranks = [SourceSums([bucket.sum_places]) for bucket in buckets]
+        for bucket, sums in zip(buckets, ranks, strict=True):
+            bucket.fill(torch.zeros(max(layout.size_bytes, 1), dtype=torch.uint8), *sums.takers)
+        added = torch.stack([sums.to_add_up() for sums in ranks]).sum(0)
+        found = AllSums.of(ranks[0], added, {})
+        assert (found.sources[0].tolist(), found.differ) == (sums_of_slots(whole).tolist(), False)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.exports import takers_of
 from tests.unit.update.test_exchange import exchanges, play, values_of, wanted_bytes
 from weightcast.comm import nixl
 from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull
 from weightcast.digest.definition import tensor_digest
-from weightcast.digest.source_sums import SourceSums
 from weightcast.protocols import BucketUse
 from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.receiver.sources.remote import RemoteMemorySource
@@ -75,7 +75,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                     slot = arena.slot(layout.index % 2)
                     slot.random_(0, 256)
                     planned = trainer.gatherer.plan(layout, trainer.group, SCATTERED)
-                    planned.fill(slot[: layout.size_bytes], SourceSums())
+                    planned.fill(slot[: layout.size_bytes], *takers_of([planned]))
                     served = planned.serves
                     parts = tuple(BucketPart(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
                     plan = packs.plan(layout, served)

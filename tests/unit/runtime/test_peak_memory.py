@@ -5,7 +5,6 @@ from msgspec.structs import replace
 from tests.helpers.exports import bucketize
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.sent import CastSums, SentDigests, casts_of
-from weightcast.digest.source_sums import SourceSums
 from weightcast.exporters.module import ModuleExporter
 from weightcast.runtime import peak_memory
 from weightcast.runtime.free_memory import Scratch
@@ -127,7 +126,7 @@ def test_filling_and_summing_buckets_takes_no_more_than_two_casts(wire_dtype):
     kept = [replace(spec, dtype="float32") for spec in specs]
     with PeakMemory(CPU) as peak, gc_paused():
         digests = SentDigests(CastSums(casts_of(specs, [kept])))
-        for bucket in bucketize(exporter, layouts, group, slots, SourceSums()):
+        for bucket in bucketize(exporter, layouts, group, slots, sums=True):
             digests.add(bucket)
         digests.release()
     group.close()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.helpers.exports import takers_of
 from tests.helpers.playing import Game
 from tests.unit.exporters.test_placements import jobs, model_of
 from weightcast.comm.group_moves import Move
@@ -16,7 +17,6 @@ from weightcast.comm.rendezvous import Invited
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest
-from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import Refused, WireError
 from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import InMemory
@@ -240,7 +240,7 @@ def exchange_and_compare(case: dict) -> None:
             for trainer, end, buffers in zip(trainers, ends, slots, strict=True):
                 bucket = Bucket(layout, buffers[layout.index % 2].random_(0, 256))
                 planned = trainer.gatherer.plan(layout, trainer.group, use)
-                planned.fill(bucket.data, SourceSums())
+                planned.fill(bucket.data, *takers_of([planned]))
                 served = planned.serves_to
                 for host, own in served.items():
                     parts[host].append(

@@ -17,7 +17,6 @@ from tests.helpers.exports import ALONE, CPU, bucketize
 from tests.helpers.launches_on_cpu import launches_on_cpu
 from tests.helpers.ranks import allocate_slots
 from weightcast.digest import on_cpu
-from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import NotFinite
 from weightcast.exporters.converter import BridgeExporter
 from weightcast.exporters.lora_adapter import AdapterExporter
@@ -151,8 +150,7 @@ KINDS: dict[str, Callable[[torch.dtype], Case]] = {
 def refused(exporter: Exporter, layouts: Sequence[BucketLayout], *, sums: bool, scattered: bool) -> list[str]:
     """Names of the tensors that the check refuses in one update, as the head sees buckets."""
     slots, names = allocate_slots(CPU, BUCKET_BYTES), []
-    sources = SourceSums() if sums else None
-    for bucket in bucketize(exporter, layouts, ALONE, slots, sources, BucketUse(scattered=scattered)):
+    for bucket in bucketize(exporter, layouts, ALONE, slots, BucketUse(scattered=scattered), sums=sums):
         assert bucket is not None
         try:
             FiniteCheck().check(bucket)

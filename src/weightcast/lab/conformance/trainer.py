@@ -28,7 +28,7 @@ from weightcast.comm.ipc import SharedBuffer, device_of
 from weightcast.comm.ports import quiet_port
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.config import Target
-from weightcast.digest.source_sums import SourceSums
+from weightcast.digest.source_sums import Taker
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.state_dict import StateDictExporter
@@ -247,17 +247,17 @@ class _Wrapped(PlannedBucket):
     def __init__(self, inner: PlannedBucket, group: TrainerGroup) -> None:
         super().__init__(inner.layout, group)
         self.serves, self.serves_to = inner.serves, inner.serves_to
-        self.count, self.fold = inner.count, inner.fold
+        self.sum_places = inner.sum_places
         self._inner = inner
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
-        return self._inner.fill(data, sources)
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
+        return self._inner.fill(data, taker)
 
     def own_memory(self) -> Lying:
         return self._inner.own_memory()
 
-    def sum_own(self, sources: SourceSums) -> None:
-        self._inner.sum_own(sources)
+    def sum_own(self, taker: Taker) -> None:
+        self._inner.sum_own(taker)
 
 
 class _DyingBucket(_Wrapped):
@@ -265,13 +265,13 @@ class _DyingBucket(_Wrapped):
         super().__init__(inner, group)
         self._number = number
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
-        sums = super().fill(data, sources)
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
+        sums = super().fill(data, taker)
         if self._number:
             os.kill(os.getpid(), signal.SIGKILL)
         return sums
 
-    def sum_own(self, sources: SourceSums) -> None:
+    def sum_own(self, taker: Taker) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -280,8 +280,8 @@ class _LyingBucket(_Wrapped):
         super().__init__(inner, group)
         self._handed = handed
 
-    def fill(self, data: torch.Tensor | None, sources: SourceSums | None = None) -> torch.Tensor | None:
-        sums = super().fill(data, sources)
+    def fill(self, data: torch.Tensor | None, taker: Taker | None = None) -> torch.Tensor | None:
+        sums = super().fill(data, taker)
         self._handed.fill(data)
         return sums
 
