@@ -238,7 +238,8 @@ class SentDigests:
     ) -> None:
         """Starts without any bucket; ``sums`` are those of a plan.
 
-        ``unsummed`` names tensors that no trainer rank sums at their source; ``every`` bucket is summed as well, or only those that need it.
+        ``unsummed`` names tensors that no trainer rank sums at their source.  Without ``every``, only buckets with such
+        tensors or casts are summed.
         """
         self._casts = casts or CastSums()
         self._unsummed = frozenset(unsummed)

@@ -57,7 +57,7 @@ class Compared(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """What the same ranks compare of one bucket.
+    """Parts of one bucket that the same ranks compare.
 
     Attributes:
         numbers: Numbers of the parts among ``SumPlaces.compared``, int64.
@@ -100,7 +100,7 @@ class SumPlaces:
 
     @cached_property
     def alike(self) -> list[Alike]:
-        """What is compared, by the ranks that compare it, in the same order on each of them."""
+        """The parts that are compared, by the ranks that compare them; in the same order on each of these."""
         numbers: dict[tuple[int, ...], list[int]] = {}
         for number, one in enumerate(self.compared):
             numbers.setdefault(one.ranks, []).append(number)

@@ -58,7 +58,7 @@ def test_messages_reach_every_rank(three):
 
 
 def add_up_along(branches: int, sizes: list[int]) -> list[int] | str | None:
-    """What the head has, or the error."""
+    """The sums on the head, or the error."""
     trainer_group._BRANCHES, before = branches, trainer_group._BRANCHES
     group = TrainerGroup.connect(CPU, timeout_s=PATIENCE_S)
     try:

@@ -119,7 +119,7 @@ def test_what_is_summed_while_it_is_copied_is_not_read_again(monkeypatch):
 
 @dataclass(slots=True)
 class Played:
-    """What ranks sum of one bucket: random parts of its slots, and parts that are only compared, with their holders."""
+    """A bucket of random parts, some of which ranks only compare."""
 
     places: list[SumPlaces]
     added: list[list[tuple[int, int]]]  # place and value, on each rank
