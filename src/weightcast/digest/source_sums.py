@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -101,13 +101,13 @@ class SumPlaces:
     @cached_property
     def alike(self) -> list[Alike]:
         """The parts that are compared, by the ranks that compare them; in the same order on each of these."""
-        numbers: dict[tuple[int, ...], list[int]] = {}
+        same: dict[int, list[int]] = {}  # by object first: to hash thousands of ranks for each part takes long
         for number, one in enumerate(self.compared):
-            numbers.setdefault(one.ranks, []).append(number)
-        return [
-            Alike(ranks, torch.tensor(some), blake2b(repr(ranks).encode(), digest_size=8).digest())
-            for ranks, some in numbers.items()
-        ]
+            same.setdefault(id(one.ranks), []).append(number)
+        numbers: dict[tuple[int, ...], list[int]] = {}
+        for some in same.values():
+            numbers.setdefault(self.compared[some[0]].ranks, []).extend(some)
+        return [Alike(ranks, torch.tensor(sorted(some)), _hash_of(ranks)) for ranks, some in numbers.items()]
 
     @cached_property
     def _counted(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,6 +214,7 @@ class SourceSums:
         for some in by_device.values():  # one copy to the host for each device
             places = torch.cat([places for places, _ in some])
             found.index_add_(0, places, torch.cat([sums for _, sums in some]).cpu())
+        self._taken.clear()
         return found.split(self._counts)
 
     def to_add_up(self) -> torch.Tensor:
@@ -279,6 +280,11 @@ def join(
         ]
         found.append(torch.tensor([*totals, *range(first, joint.count)], dtype=torch.int64))
     return joint, found
+
+
+@lru_cache(maxsize=256)
+def _hash_of(ranks: tuple[int, ...]) -> bytes:
+    return blake2b(repr(ranks).encode(), digest_size=8).digest()
 
 
 def _ranks(ranks: Sequence[int]) -> str:
