@@ -19,7 +19,7 @@ One update calls them in this order::
     adapter.open(message)                                   # pauses an engine that cannot stage
     carrier.connect()                                       # sends adapter.join(invitation)
     for bucket in planned:
-        bucket.fill(data, sources)                          # gathers shards into a buffer
+        bucket.fill(data, taker)                            # gathers shards into a buffer
         carrier.send(bucket, shared)                        # sends adapter.bucket(...)
     carrier.drain()
     adapter.close(message)                                  # every engine has every bucket

@@ -88,14 +88,14 @@ def test_masters_are_summed_where_they_lie_and_in_buckets_as_what_they_become(co
     for planned in (mapped, filled):
         planned.prepare(None)
     for _ in range(2):
-        in_place, copied = SourceSums(), SourceSums()
-        mapped.sum_own(in_place)
-        filled.fill(data, copied)
+        in_place, copied = (SourceSums([planned.sum_places]) for planned in (mapped, filled))
+        mapped.sum_own(*in_place.takers)
+        filled.fill(data, *copied.takers)
         bucket = Bucket(layout, data)
         for slot, view in bucket.views():
             assert raw(view) == raw(getattr(model, slot.spec.name).to(torch.bfloat16))
         for sources in (in_place, copied):
-            assert filled.fold([sources.values()]).sums.tolist() == sums_of_slots(bucket).tolist()
+            assert sources.values[0].tolist() == sums_of_slots(bucket).tolist()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(-1.1)

@@ -94,6 +94,8 @@ def test_sums_of_all_ranks_add_up_to_those_of_the_whole(case):
         for slot, view in whole.views():
             rows = slice(slot.first_row, slot.first_row + slot.num_rows) if slot.spec.shape else ...
             view.copy_(values[slot.spec.name][rows])
+        for rank, bucket in enumerate(buckets):
+            assert all(rank in part.ranks for part in bucket.sum_places.compared), "a rank plans sums of others"
         ranks = [SourceSums([bucket.sum_places]) for bucket in buckets]
         for bucket, sums in zip(buckets, ranks, strict=True):
             bucket.fill(torch.zeros(max(layout.size_bytes, 1), dtype=torch.uint8), *sums.takers)
