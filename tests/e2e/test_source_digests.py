@@ -133,9 +133,13 @@ def update_with_a_diverged_replica(urls: list[str], version: int, wrong_rank: in
     return told(model, urls, [version, version], restore, **options)
 
 
-@pytest.mark.parametrize(("transport", "wrong_rank"), [("ipc", 0), ("broadcast", 1)])
-def test_a_diverged_replica_fails_the_update_and_is_named_with_its_ranks(engines, two_ranks, transport, wrong_rank):
-    chosen = [engines.one, engines.two]
+@pytest.mark.parametrize(
+    ("transport", "names", "wrong_rank"), [("ipc", "one+two", 0), ("broadcast", "one+two", 1), ("direct", "one", 1)]
+)
+def test_a_diverged_replica_fails_the_update_and_is_named_with_its_ranks(
+    engines, two_ranks, transport, names, wrong_rank
+):
+    chosen = [getattr(engines, name) for name in names.split("+")]
     for engine in chosen:
         serves_whole(engine)
     version = next_version()
@@ -146,9 +150,9 @@ def test_a_diverged_replica_fails_the_update_and_is_named_with_its_ranks(engines
     words, status = json.loads(answers[0][0])
     assert "layers.1.norm.weight: trainer rank 0 and trainer rank 1 hold different values" in words
     assert "replicas on the trainer have diverged" in words
-    assert status == ["untouched"] * 2
+    assert status == ["untouched"] * len(chosen)
     assert json.loads(answers[0][1])["unsummed"] == []
-    assert [serves_whole(engine) for engine in chosen] == [version] * 2
+    assert [serves_whole(engine) for engine in chosen] == [version] * len(chosen)
 
 
 def update_without_proof(urls: list[str], version: int) -> tuple[int, list[str]]:
