@@ -330,7 +330,10 @@ def test_a_tensor_that_cannot_be_mapped_goes_by_bucket_in_the_same_session(fresh
         for version, text in zip(versions, told, strict=True):
             report = json.loads(text)
             assert [(row["version_after"], row["proof"]) for row in report["targets"]] == [(version, "resident")]
-            assert report["buckets"] == 1 + 256 * 64 * 4 // 4096  # one for all others, and those of this tensor
+            size_bytes = 256 * 64 * 4
+            assert report["buckets"] == 1 + size_bytes // 4096  # one for all others, and those of this tensor
+            mapped, buffer = report["targets"][0]["legs"]
+            assert (mapped["by"], buffer["by"], buffer["bytes"]) == ("mapped", "buffer", size_bytes)
     assert serves_whole(engine) == versions[-1]
 
 

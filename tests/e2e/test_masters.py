@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.clock import PATIENCE_S
+from tests.helpers.engines import engines
 from tests.helpers.harness import ToyTrainer, map_other_memory, next_version, on_every_rank, share_memory
 from tests.helpers.ranks import Ranks, trainer_jobs
+from tests.helpers.tiny import tiny_model
 from tests.helpers.toy_engine import toy_dtypes, toy_weights
 from weightcast import UpdateFailed
 from weightcast.digest.definition import tensor_digest
@@ -84,7 +87,9 @@ def test_engines_cast_the_masters_that_they_map_and_prove_every_bit(fresh, jobs,
             assert report["buckets"] == 1  # there is nothing that was not mapped
             assert [row["version_after"] for row in report["targets"]] == [version] * 3
             assert [row["proof"] for row in report["targets"]] == ["resident", "resident", "partial"]
-            assert {leg["by"] for row in report["targets"] for leg in row["legs"]} == {"mapped"}
+            legs = [leg for row in report["targets"] for leg in row["legs"]]
+            assert [leg["by"] for leg in legs] == ["mapped"] * 3
+            assert legs[0]["bytes"] == sum(tensor.nbytes for tensor in toy_weights(seed=1, rows=ROWS).values())
     for engine, old in zip(chosen[:2], before, strict=False):
         assert engine.digests() == kept(versions[1]) != kept(versions[0])
         assert old != kept(versions[1])
@@ -115,7 +120,9 @@ def test_masters_of_an_engine_in_float16_go_by_bucket(fresh, jobs):
     version = next_version()
     options = {"transport": "direct", "wire_dtype": "float16"}
     for [text] in jobs(2).run(update_masters, [engine.url], [version], options):
-        assert json.loads(text)["buckets"] > 1
+        report = json.loads(text)
+        assert report["buckets"] > 1
+        assert [leg["by"] for leg in report["targets"][0]["legs"]] == ["buffer"]
     weights = toy_weights(seed=version, rows=ROWS)
     assert engine.digests() == {name: tensor_digest(tensor.to(torch.float16)) for name, tensor in weights.items()}
 
@@ -169,3 +176,35 @@ def test_masters_that_are_not_finite_are_refused_by_name_or_sent_on_purpose(fres
     weights = toy_weights(seed=version, rows=ROWS)
     weights["layers.1.up.weight"][-1, -1] = value
     assert engine.digests() == {name: tensor_digest(tensor.to(torch.bfloat16)) for name, tensor in weights.items()}
+
+
+def train_tied(folder: str, url: str, versions: list[int]) -> list[tuple[str, dict[str, str]]]:
+    """The report of each update of a model with tied weights, and the digests of what torch makes of it then."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.buffer = share_memory(model, mesh, [Shard(0)])
+    model.lm_head.weight = model.model.embed_tokens.weight
+    told: list[tuple[str, dict[str, str]]] = []
+    with connect(model, [url], transport="direct", keep_mapped=True, timeout_s=PATIENCE_S) as updater:
+        for version in versions:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            report = on_every_rank(updater.update(version=version))
+            whole = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+            told.append((report, {name: tensor_digest(tensor.to(torch.bfloat16)) for name, tensor in whole.items()}))
+    return told
+
+
+def test_a_language_model_with_tied_weights_casts_its_masters(tmp_path, jobs):
+    tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    with engines(tmp_path / "model", tmp_path, {"tp": 2, "dtype": "bfloat16"}) as [engine]:
+        before = engine.digests()
+        for told in jobs(2).run(train_tied, str(tmp_path / "model"), engine.url, [1, 2]):
+            for version, (text, digests) in enumerate(told, start=1):
+                report = json.loads(text)
+                [row] = report["targets"]
+                assert (report["buckets"], report["cast"]) == (1, {"bfloat16": len(digests)})
+                assert (row["version_after"], row["proof"]) == (version, "resident")
+        assert engine.digests() == told[1][1] != before
+        assert told[0][1] != told[1][1]

@@ -253,7 +253,7 @@ def _plan_copies(
                 raise Refused(f"{name}: not every element would arrive once")
             wholes[number] = found
             for source in found:
-                read_bytes[source.buffer] += source.box.numel * slot.spec.torch_dtype.itemsize
+                read_bytes[source.buffer] += source.box.numel * source.dtype.itemsize
         for index, route in enumerate(routes.by_source.get(name, ())):
             copied = 0
             for source in found:
@@ -264,7 +264,7 @@ def _plan_copies(
                     buffers[source.buffer].append(share)
                     copied += piece.box.numel
                     if not computed:
-                        read_bytes[source.buffer] += piece.box.numel * slot.spec.torch_dtype.itemsize
+                        read_bytes[source.buffer] += piece.box.numel * source.dtype.itemsize
             expected = intersection(route.box, rows)
             if copied != (expected.numel if expected is not None else 0):
                 raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")

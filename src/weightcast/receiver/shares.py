@@ -70,8 +70,8 @@ class Shares:
         """Starts an update, of which nothing was taken."""
         self.taken = NOTHING_TAKEN
 
-    def _took(self, *, in_memory: int = 0, in_messages: int = 0) -> None:
-        self.taken = self.taken[0] + in_memory, self.taken[1] + in_messages
+    def _took(self, *, in_place: int = 0, in_buffers: int = 0, in_messages: int = 0) -> None:
+        self.taken = self.taken[0] + in_place, self.taken[1] + in_buffers, self.taken[2] + in_messages
 
     def wanted(self) -> bytes:
         """The boxes that this rank must get, for the trainer ranks."""
@@ -133,7 +133,11 @@ class Shares:
             arrived = time.monotonic()
             self.loader.load_scattered(memories, plan, far=self.memory.far(memories), summed=summed)
             wait_for_streams(self.device, *(memory.device for memory in memories))
-            self._took(in_memory=sum(plan.read_bytes))
+            read_bytes = sum(plan.read_bytes)
+            if isinstance(source, MappedSource):
+                self._took(in_place=read_bytes)
+            else:
+                self._took(in_buffers=read_bytes)
             return arrived
         if isinstance(source, RemoteSource):
             plan = scattered.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers), read=True)
@@ -143,7 +147,7 @@ class Shares:
             arrived = time.monotonic()
             self.loader.load_scattered([received], plan.copies, summed=summed)
             wait_for_streams(self.device)
-            self._took(in_memory=plan.size_bytes)
+            self._took(in_buffers=plan.size_bytes)
             return arrived
         plan = scattered.plan_exchange(layout, source.parts)
         relay = self.groups.relay(source.group)
@@ -186,7 +190,7 @@ class Shares:
         far = {1 + number for number in self.memory.far(here)}
         self.loader.load_scattered([room.data, *here], plan.copies, far=far, summed=summed)
         wait_for_streams(self.device, *(memory.device for memory in here))
-        self._took(in_memory=sum(plan.copies.read_bytes[1:]), in_messages=plan.size_bytes)
+        self._took(in_buffers=sum(plan.copies.read_bytes[1:]), in_messages=plan.size_bytes)
         return arrived
 
     def trim(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from weightcast.errors import VerificationFailed, WeightcastError
 from weightcast.report import LegReport, TargetReport, TargetStatus
 from weightcast.runtime.deadline import Deadline
 from weightcast.transports.plan import TargetPlan, reads_memory
-from weightcast.wire.answers import Ack
+from weightcast.wire.answers import Ack, Taken
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Commit
 
@@ -91,17 +91,24 @@ class LinkSession:
         """The legs of the target's plan with what they carried, given the bytes of all tensors."""
         if self.closed is None:
             return plan.legs
-        taken = self.closed.taken
+        found: list[LegReport] = []
+        for leg in plan.legs:
+            taken = {leg.by: size_bytes * len(leg.ranks)} if plan.gathers else self._taken_over(leg, self.closed.taken)
+            found += (
+                msgspec.structs.replace(leg, by=by, bytes=count, seconds=self.moving_s) for by, count in taken.items()
+            )
+        return tuple(found)
 
-        def of(leg: LegReport) -> LegReport:
-            if plan.gathers:
-                found = size_bytes * len(leg.ranks)
-            else:
-                by_message = not reads_memory([leg.by])
-                found = sum(one[by_message] for rank, one in enumerate(taken) if rank in leg.ranks)
-            return msgspec.structs.replace(leg, bytes=found, seconds=self.moving_s)
-
-        return tuple(map(of, plan.legs))
+    @staticmethod
+    def _taken_over(leg: LegReport, taken: Sequence[Taken]) -> dict[str, int]:
+        """Bytes that the ranks of a leg took, by carrier: what could not be read in place came by bucket."""
+        in_place, in_buffers, in_messages = (
+            sum(one[kind] for rank, one in enumerate(taken) if rank in leg.ranks) for kind in range(3)
+        )
+        if leg.by == "mapped":
+            both = {"mapped": in_place, "buffer": in_buffers}
+            return {by: count for by, count in both.items() if count} or {leg.by: 0}
+        return {leg.by: in_buffers if reads_memory([leg.by]) else in_messages}
 
     def took_over(self, ack: Ack | None = None) -> None:
         """Counts a bucket that the engine has loaded.  The answer to the last bucket may answer Close too."""

@@ -15,8 +15,9 @@ GROUP_FAILED = 424  # HTTP status of an answer with the cause ``group``
 UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan or source must be sent in full
 
 State = Literal["serving", "updating", "quarantined"]
-Taken = tuple[Size, Size]  # bytes read out of trainer ranks' memory, and bytes that came in messages
-NOTHING_TAKEN: Taken = (0, 0)
+# Bytes read where trainer ranks keep their weights, bytes read out of their buffers, and bytes that came in messages.
+Taken = tuple[Size, Size, Size]
+NOTHING_TAKEN: Taken = (0, 0, 0)
 Cause = Literal["engine", "group", "mapping"]
 
 
