@@ -18,7 +18,7 @@ from tests.helpers import engines as reference
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.harness import connect, next_version, on_every_rank, serves_whole, set_shards, trainer_of, unnamed_s
 from tests.helpers.hosts import become_another_user
-from tests.helpers.placed import PlacedEngine, move_to_another_host, needs_root
+from tests.helpers.placed import PlacedEngine, move_to_another_host, move_to_host_b, needs_root
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from weightcast import WeightUpdater
@@ -72,6 +72,22 @@ def test_engines_here_and_elsewhere_get_one_update_by_two_transports(engines, aw
     buckets = [event.ended for event in asked if event.message == "bucket"]
     middle = (len(buckets)) // 2
     assert min(commits) >= max(sorted(buckets)[:middle])
+
+
+def test_two_engines_elsewhere_pass_the_weights_on_and_one_alone_gets_a_broadcast(away, placed, caplog):
+    caplog.set_level(logging.INFO, "weightcast.update.choose")
+    model, other = trainer_of(next_version()), placed(move_to_host_b)
+    with connect(model, [away, other], timeout_s=PATIENCE_S) as updater:
+        assert updater.transport == "direct"
+        for _ in range(2):
+            report = update(updater, model)
+            assert ways(report) == [("direct", "resident")] * 2
+            assert {leg.bytes for row in report.targets for leg in row.legs} == {report.bytes}
+            assert serves_whole(away) == serves_whole(other) == report.version
+        assert "auto takes direct by relay" in caplog.text
+        updater.retarget([away.url])
+        assert updater.transport == "broadcast"
+        assert ways(update(updater, model)) == [("broadcast", "resident")]
 
 
 @pytest.mark.parametrize("name", ["auto", "broadcast"])

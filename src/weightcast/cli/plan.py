@@ -56,8 +56,17 @@ def plan(
     ] = None,
     hosts: Annotated[
         int,
-        typer.Option("--hosts", metavar="N", help="Hosts that trainer ranks and engine ranks are spread over, evenly."),
+        typer.Option("--hosts", metavar="N", help="Hosts that the trainer ranks are spread over, evenly."),
     ] = 1,
+    engine_hosts: Annotated[
+        int,
+        typer.Option(
+            "--engine-hosts",
+            metavar="N",
+            help="Other hosts that the engine ranks are spread over, evenly. Without it they are on the trainer's.",
+        ),
+    ] = 0,
+    device: Annotated[str, typer.Option("--device", metavar="cuda|cpu", help="Where all weights are.")] = "cuda",
     link_gb_per_s: Annotated[
         float | None,
         typer.Option(
@@ -74,6 +83,7 @@ def plan(
     \b
     weightcast plan runs/step-412 --targets 4 --tp 2 --link-gb-per-s 45
     weightcast plan config.json --dtype bfloat16 --bucket-bytes 256MiB --json
+    weightcast plan config.json --trainer-ranks 16 --hosts 2 --targets 8 --tp 4 --engine-hosts 4
     weightcast plan config.json --engine lmdeploy --trainer-ranks 8 --max-extra-bytes 1GiB --quantise fp8
     """
     from weightcast.adapters.registry import kind_named
@@ -90,6 +100,8 @@ def plan(
             f"--targets {engines}, --tp {tp}, --trainer-ranks {trainer_ranks}, {cells}"
             f"--hosts {hosts}: each of them must be at least 1"
         )
+    if engine_hosts < 0 or device not in ("cuda", "cpu"):
+        raise ConfigError(f"--engine-hosts {engine_hosts}, --device {device}: give a number, and cuda or cpu")
     if link_gb_per_s is not None and not link_gb_per_s > 0:
         raise ConfigError(f"--link-gb-per-s {link_gb_per_s} is not a positive number")
 
@@ -119,6 +131,8 @@ def plan(
         tp=tp,
         cell_ranks=cell_ranks,
         hosts=hosts,
+        engine_hosts=engine_hosts,
+        device=device,
         family=asked.family,
         not_covered=asked.not_covered,
     )
@@ -174,6 +188,7 @@ def _show(result: Plan) -> None:
         f"{format_bytes(len(result.cells) * result.size_bytes)} in all"
     )
     _show_direct(result)
+    _show_ways(result)
     for other in result.others:
         if other.engine != result.engine:
             takes = (
@@ -188,6 +203,22 @@ def _show(result: Plan) -> None:
         )
 
 
+def _show_ways(result: Plan) -> None:
+    from weightcast.transports.link_bytes import GAIN
+
+    if not result.ways:
+        return
+    say("between hosts, with one link for each: bytes on the busiest link")
+    for way in result.ways:
+        where = f" {way.busiest_link}" if way.busiest_link else ""
+        if way.cost_bytes > way.busiest_bytes:
+            where += f", in the time of {format_bytes(way.cost_bytes)}, since its links wait for each other"
+        takes = "" if way.seconds is None else f", {_time(way.seconds)} at {result.link_gb_per_s:g} GB/s"
+        taken = f"; {' and '.join(way.taken_by)} {'takes' if len(way.taken_by) == 1 else 'take'} it"
+        say(f"  {way.name}: {format_bytes(way.busiest_bytes)}{where}{takes}{taken * bool(way.taken_by)}")
+    say(f"relay, and direct for auto, are taken where what is taken otherwise costs {GAIN:g} times as much or more")
+
+
 def _show_direct(result: Plan) -> None:
     from weightcast.transports.direct import SLOW_BETWEEN_GPUS
 
@@ -196,9 +227,6 @@ def _show_direct(result: Plan) -> None:
         say(f"direct: not possible, because {direct.refused}")
         return
     takes = "" if direct.seconds is None else f", {_time(direct.seconds)} at {result.link_gb_per_s:g} GB/s"
-    between = ""
-    if direct.host_seconds is not None:
-        between = f", {_time(direct.host_seconds)} at {result.link_gb_per_s:g} GB/s if each host has one link"
     say(
         f"direct: {format_bytes(direct.into_engine_rank_bytes)} into each engine rank, "
         f"{format_bytes(direct.out_of_trainer_rank_bytes)} out of each trainer rank, if all hold equal parts; "
@@ -207,11 +235,10 @@ def _show_direct(result: Plan) -> None:
     if direct.memory_bytes or direct.message_bytes:
         say(
             f"direct over hosts: {format_bytes(direct.memory_bytes)} by memory within the hosts, "
-            f"{format_bytes(direct.message_bytes)} by messages between them, if ranks are spread in their order; at "
-            f"most {format_bytes(direct.out_of_host_bytes)} out of a host and {format_bytes(direct.into_host_bytes)} "
-            f"into one{between}"
+            f"{format_bytes(direct.message_bytes)} by messages between them, if ranks are spread in their order"
         )
-    say(f"{SLOW_BETWEEN_GPUS}; auto does not take it")
+    if result.device == "cuda":
+        say(f"{SLOW_BETWEEN_GPUS}; auto does not take it")
     if direct.computed:
         say(
             f"direct with keep_mapped: {count_of(len(direct.computed), 'tensor')} by bucket, because "

@@ -28,6 +28,7 @@ from weightcast.transports.blame import raise_together
 from weightcast.transports.cells import MANY_RANKS, divide, most_ranks
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.link_bytes import by_broadcast, by_buckets
 from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import Sender, TransportSpec
@@ -256,6 +257,7 @@ SPEC = TransportSpec(
     suits=lambda _: True,
     build=GroupCarrier.of,
     check=_check,
+    link_bytes=by_broadcast,
 )
 
 
@@ -276,4 +278,11 @@ def _suits_by_rank(topology: Topology) -> bool:
 
 # For an engine whose ranks are on several hosts.  ``auto`` chooses it; nobody asks for it by name.  Ranks that share
 # the trainer's GPU are in no group.
-BY_RANK = replace(SPEC, name="ipc+broadcast", carriers=("buffer", "group"), suits=_suits_by_rank, check=check_nccl)
+BY_RANK = replace(
+    SPEC,
+    name="ipc+broadcast",
+    carriers=("buffer", "group"),
+    suits=_suits_by_rank,
+    check=check_nccl,
+    link_bytes=by_buckets,
+)

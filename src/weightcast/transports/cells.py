@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from weightcast.protocols import Meeting
-from weightcast.transports.spec import TransportSpec
 
 _Item = TypeVar("_Item")
 
@@ -46,15 +45,18 @@ def most_ranks(cells: int, asked: int | None, limit: int = MANY_RANKS) -> int:
 
 
 def cells_of(
-    groups: Iterable[tuple[TransportSpec, Sequence[Member]]], asked: int | None, limit: int = MANY_RANKS
+    groups: Iterable[tuple[int, Sequence[Member]]], asked: int | None, limit: int = MANY_RANKS
 ) -> tuple[tuple[str, ...], ...]:
-    """URLs of the targets in each cell; none for targets whose transport makes no group."""
+    """URLs of the targets in each cell.
+
+    The groups have ``TransportSpec.cells`` and the targets of a transport, which are in no cell if it makes no group.
+    """
     found: list[tuple[str, ...]] = []
-    for spec, members in groups:
-        if not spec.cells:
+    for most, members in groups:
+        if not most:
             continue
         for meeting in dict.fromkeys(member.meeting for member in members):
             its = [member for member in members if member.meeting == meeting]
-            cells = divide(its, lambda member: member.ranks, most_ranks(spec.cells, asked, limit))
+            cells = divide(its, lambda member: member.ranks, most_ranks(most, asked, limit))
             found += (tuple(member.url for member in cell) for cell in cells)
     return tuple(found)

@@ -11,7 +11,7 @@ They move in one of these ways, which ``connect`` finds:
   process group.  Every trainer rank sends every engine rank the parts that it keeps (``update/exchange.py``), and the
   head posts which trainer rank has which parts.
 - by relay: as by messages, but trainer ranks send each piece once.  Engine ranks that keep the same pieces pass them on
-  from one to the next (``comm/group_moves.py``).  ``auto`` does not choose it.
+  from one to the next (``comm/group_moves.py``), where that takes enough bytes off the busiest link.
 - mixed: an engine rank reads the buffers of trainer ranks on its own host, as over memory, and gets messages from the
   others.
 
@@ -24,6 +24,7 @@ in HSDP do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from weightcast.comm import nixl
@@ -32,6 +33,7 @@ from weightcast.transports.broadcast import SPEC as BROADCAST
 from weightcast.transports.broadcast import GroupCarrier
 from weightcast.transports.cells import FEW_RANKS, MANY_RANKS
 from weightcast.transports.ipc import MemoryCarrier
+from weightcast.transports.link_bytes import LinkBytes, by_buckets, by_messages, in_chains, mixed
 from weightcast.transports.spec import TransportSpec
 from weightcast.transports.topology import Topology
 from weightcast.wire.engine_info import EngineInfo
@@ -97,14 +99,31 @@ def _suits_shards(topology: Topology) -> bool:
 
 
 def _suits(topology: Topology) -> bool:
-    """True where the caller keeps the weights mapped and every engine can read them: one pass over the bytes.
+    """True where engines can read weights that stay mapped, one pass over the bytes; or where it saves bytes on CPUs.
 
-    On GPUs only trainers on one host have been shown to work.
+    On GPUs only trainers on one host have been shown to work, and messages are slow.
     """
     if not all(map(SPEC.offered_by, topology.infos.values())):
         return False
-    shown = topology.device.type == "cpu" or not topology.on_many_hosts
-    return shown and _suits_shards(topology)
+    on_cpus = topology.device.type == "cpu" and topology.devices == frozenset(("cpu",))
+    if _suits_shards(topology):
+        return on_cpus or not topology.on_many_hosts
+    return on_cpus and _taken(topology)(topology).saves(by_buckets(topology))
+
+
+def _taken(topology: Topology) -> Callable[[Topology], LinkBytes]:
+    """The way that ``direct`` would take."""
+    spec = next((one for one in SPEC.variants if one.suits(topology)), SPEC.variants[-1])
+    assert spec.link_bytes is not None
+    return spec.link_bytes
+
+
+def _suits_relay(topology: Topology) -> bool:
+    """True if chains save bytes over what ``direct`` would take without them.  On GPUs that was not measured."""
+    if topology.device.type != "cpu":
+        return False
+    usual = mixed if _suits_mixed(topology) else by_messages
+    return in_chains(topology).saves(usual(topology))
 
 
 def _check_mixed(topology: Topology) -> None:
@@ -145,6 +164,7 @@ _MEMORY = TransportSpec(
     sharing="weightcast",
     suits=_suits_memory,
     check=_check_memory,
+    link_bytes=mixed,
     build=MemoryCarrier.of,
 )
 _SHARDS = replace(_MEMORY, variant="shards", carriers=("mapped",), suits=_suits_shards)
@@ -155,6 +175,7 @@ RDMA = TransportSpec(
     gathers=False,
     sharing="remote",
     check=_check_rdma,
+    link_bytes=by_messages,
     lacks=_lacks_for_rdma,
     build=MemoryCarrier.of,
 )
@@ -165,9 +186,17 @@ _MESSAGES = TransportSpec(
     gathers=False,
     cells=FEW_RANKS,
     check=_check_messages,
+    link_bytes=by_messages,
     slow=_slow_between_gpus,
     build=GroupCarrier.of,
 )
-_MIXED = replace(_MESSAGES, variant="mixed", carriers=("buffer", "group"), suits=_suits_mixed, check=_check_mixed)
-_RELAY = replace(_MESSAGES, variant="relay", chains=True, cells=MANY_RANKS)
+_MIXED = replace(
+    _MESSAGES,
+    variant="mixed",
+    carriers=("buffer", "group"),
+    suits=_suits_mixed,
+    check=_check_mixed,
+    link_bytes=mixed,
+)
+_RELAY = replace(_MESSAGES, variant="relay", chains=True, cells=MANY_RANKS, suits=_suits_relay, link_bytes=in_chains)
 SPEC = replace(_MEMORY, variant="", suits=_suits, variants=(_SHARDS, _MEMORY, _RELAY, _MIXED, _MESSAGES))

@@ -16,6 +16,7 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.transports.blame import each_on_loop
 from weightcast.transports.handles import handles_for
 from weightcast.transports.link import Link, in_flight_to, leave_all, tell
+from weightcast.transports.link_bytes import by_buckets
 from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.pump import Pump, Pumped
 from weightcast.transports.spec import Sender, TransportSpec
@@ -74,5 +75,6 @@ SPEC = TransportSpec(
     reach="trainers",
     suits=_suits,
     check=Topology.check_seen,
+    link_bytes=by_buckets,
     build=MemoryCarrier.of,
 )

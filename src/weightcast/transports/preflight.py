@@ -12,6 +12,7 @@ from operator import itemgetter
 from weightcast.config import PauseChoice, PauseMode, UpdateConfig
 from weightcast.errors import ConfigError, VerificationFailed, some
 from weightcast.protocols import Exporter
+from weightcast.transports.broadcast import BY_RANK
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import SpecName, TransportSpec
@@ -260,6 +261,18 @@ def choose_transport(asked: SpecName, topology: Topology, *, without: Collection
     _check_reach(spec, topology)
     spec.check(topology)
     return spec
+
+
+def choose_scattered(topology: Topology, *, without: Collection[str] = ()) -> TransportSpec:
+    """As ``choose_transport`` for ``"auto"``, of the transports that leave shards where they are."""
+    return choose_transport("auto", topology, without={*without, *(spec.name for spec in TRANSPORTS if spec.gathers)})
+
+
+def choose_gathered(topology: Topology, *, without: Collection[str] = ()) -> TransportSpec:
+    """As ``choose_transport`` for ``"auto"``, of those that may send the same gathered buckets to other targets."""
+    if not {BY_RANK.name, "ipc"} & set(without) and BY_RANK.suits(topology):
+        return BY_RANK
+    return choose_transport("auto", topology, without={*without, *(spec.name for spec in TRANSPORTS if not spec.mixes)})
 
 
 def _check_reach(spec: TransportSpec, topology: Topology) -> None:

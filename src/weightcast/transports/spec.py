@@ -15,6 +15,7 @@ import torch
 from weightcast.config import TransportName, UpdateConfig
 from weightcast.protocols import Carrier, Delivery, Sharing
 from weightcast.transports.link import Link
+from weightcast.transports.link_bytes import LinkBytes
 from weightcast.transports.plan import CarrierName, UpdatePlan, reads_memory
 from weightcast.transports.topology import Range, Topology
 from weightcast.wire.engine_info import EngineInfo
@@ -60,6 +61,7 @@ class TransportSpec:
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
         check: Raises ConfigError if the transport cannot work with these ranks.
+        link_bytes: Returns the bytes over the hosts' links; None for a transport that uses files or another program.
         slow: Returns the reason why another transport is faster with these ranks; empty if none is known to be.
         lacks: Returns what this process or an engine has not installed for this transport; empty if nothing is missing.
     """
@@ -77,6 +79,7 @@ class TransportSpec:
     sharing: Sharing | None = None
     suits: Callable[[Topology], bool] = lambda _: False
     check: Callable[[Topology], None] = lambda _: None
+    link_bytes: Callable[[Topology], LinkBytes] | None = None
     slow: Callable[[Topology], str] = lambda _: ""
     lacks: Callable[[EngineInfo], str] = lambda _: ""
 

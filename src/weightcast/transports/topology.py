@@ -12,6 +12,7 @@ import torch
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError
 from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.layout import TensorSpec
 from weightcast.wire.nccl_settings import NcclSettings
 
 # The engines that a transport reaches: "head" those on the host of the trainer's head, "trainers" those on any host
@@ -29,6 +30,8 @@ class Topology:
         nccl: Each trainer rank's settings of NCCL, None for one without; empty if they are not known.
         variant: The variant of a transport that a test has asked for; ``"auto"`` for the first that suits.
         whole_on: Returns the hosts whose trainer ranks hold all weights together; asked only if there are several.
+        specs: The tensors in the dtypes in which they travel; empty if they are not known.
+        cell_ranks: As ``UpdateConfig.cell_ranks``.
         shared_folder: True if the caller named a folder for ``disk``.
         unmapped: URLs of engines that could not map memory of the trainer.
     """
@@ -39,6 +42,8 @@ class Topology:
     hosts: Sequence[str] = ()
     nccl: Sequence[NcclSettings | None] = ()
     whole_on: Callable[[], Collection[str]] = frozenset
+    specs: Sequence[TensorSpec] = ()
+    cell_ranks: int | None = None
     shared_folder: bool = False
     variant: str = "auto"
     keep_mapped: bool = False
@@ -153,9 +158,14 @@ class Topology:
     def on_many_hosts(self) -> bool:
         return len(set(self.hosts)) > 1
 
+    @property
+    def trainer_hosts(self) -> Sequence[str]:
+        """Id of each trainer rank's host."""
+        return self.hosts or (host_id(),) * len(self.places)
+
     @cached_property
     def _trainer_hosts(self) -> frozenset[str]:
-        return frozenset(self.hosts) or frozenset((host_id(),))
+        return frozenset(self.trainer_hosts)
 
     @cached_property
     def _whole_hosts(self) -> frozenset[str]:

@@ -15,17 +15,20 @@ import msgspec
 from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError, TargetRejected, WeightcastError
 from weightcast.protocols import Exporter, Sharing
-from weightcast.report import LegReport
+from weightcast.report import LegReport, format_bytes
 from weightcast.transports.blame import is_the_transports
 from weightcast.transports.broadcast import BY_RANK
 from weightcast.transports.cells import FEW_RANKS, MANY_RANKS, Member, cells_of
 from weightcast.transports.link import Link
+from weightcast.transports.link_bytes import by_buckets
 from weightcast.transports.plan import TargetPlan, UpdatePlan, label_of
 from weightcast.transports.preflight import (
     check_fits,
     check_places,
     check_scattered,
+    choose_gathered,
     choose_receivers,
+    choose_scattered,
     choose_transport,
 )
 from weightcast.transports.registry import TRANSPORTS, spec_of
@@ -79,6 +82,8 @@ class Planner:
             hosts=self.hosts,
             nccl=self.nccl,
             whole_on=self._whole_on,
+            specs=self.specs,
+            cell_ranks=self.config.cell_ranks,
             shared_folder=self.config.disk_folder is not None,
             variant=self.config.direct_by,
             unmapped=self.unmapped.union(unmapped),
@@ -148,7 +153,10 @@ class Planner:
             cell_limit=self.cell_limit,
             cells=cells_of(
                 [
-                    (spec, [_member(link, target) for link, target in zip(links, targets, strict=True) if link in its])
+                    (
+                        spec.cells,
+                        [_member(link, target) for link, target in zip(links, targets, strict=True) if link in its],
+                    )
                     for spec, its in groups.items()
                 ],
                 self.config.cell_ranks,
@@ -215,6 +223,15 @@ class Planner:
             whole = choose_transport(asked, topology)
         if whole is None:
             return {url: self._best_for(url, info) for url, info in topology.infos.items()}
+        if asked == "auto" and not whole.in_place:
+            assert whole.link_bytes is not None
+            log.info(
+                "auto takes %s by %s: it costs the busiest link between hosts %s, and gathered buckets cost it %s",
+                whole.name,
+                whole.variant,
+                format_bytes(whole.link_bytes(topology).cost),
+                format_bytes(by_buckets(topology).cost),
+            )
         if slow := whole.slow(topology):
             log.warning("%s: %s", ", ".join(topology.infos), slow)
         return dict.fromkeys(topology.infos, whole)
@@ -230,10 +247,8 @@ class Planner:
         self, links: Sequence[Link], topology: Topology, sent: Sequence[TensorSpec]
     ) -> TransportSpec | None:
         """The transport that leaves shards where they are and suits all targets; None if none does."""
-        without = {spec.name for spec in TRANSPORTS if spec.gathers}
-        without = without.union(*(self._failed(link.url) for link in links))
         try:
-            spec = choose_transport("auto", topology, without=without)
+            spec = choose_scattered(topology, without={name for link in links for name in self._failed(link.url)})
             for link in links:
                 check_scattered(link, sent, self.exporter)
         except ConfigError as error:
@@ -243,11 +258,8 @@ class Planner:
 
     def _best_for(self, url: str, info: EngineInfo, without: Collection[str] = ()) -> TransportSpec:
         """The best transport for one target that may be mixed with others; raises ``ConfigError`` if there is none."""
-        unmixed = {spec.name for spec in TRANSPORTS if not spec.mixes}
-        topology, left = self.topology({url: info}), {*self._failed(url), *without}
-        if not left & {BY_RANK.name, "ipc"} and BY_RANK.suits(topology):
-            return BY_RANK
-        spec = choose_transport("auto", topology, without={*unmixed, *left})
+        topology = self.topology({url: info})
+        spec = choose_gathered(topology, without={*self._failed(url), *without})
         if not spec.reads_memory and topology.beyond("trainers") is None:
             try:
                 topology.check_seen()
@@ -284,7 +296,9 @@ class Planner:
             spec = self._best_for(link.url, link.info, unplanned)
             if spec in chosen or not spec.reads_memory:
                 return spec
-        if best.divides and not best.gathers and planned and best.offered_by(link.info):
+        # Messages reach a late engine too that alone would have been reached otherwise.
+        joins = not best.gathers and "group" in best.carriers and (planned or not best.reads_memory)
+        if joins and best.offered_by(link.info):
             best.check(topology)
             return best
         if not planned and best.reads_memory:

@@ -524,6 +524,8 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
             yield _warn(spec.name, "cannot be used, for the reasons above")
             continue
         auto = "auto does not take it"
+        if ways and set(info.devices) == {"cpu"}:
+            auto = "auto takes it between hosts where that saves bytes"
         if any(way.in_place for way in ways):
             auto = "auto takes it if the trainer sets keep_mapped=True"
         legs = ""

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from weightcast.adapters.registry import all_kinds, kind_named
+from weightcast.errors import ConfigError
 from weightcast.exporters.fp8_formats import SCALE_SUFFIXES
 from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, default_bucket_bytes, peak_bytes
 from weightcast.protocols import Kind
+from weightcast.transports.broadcast import BY_RANK
 from weightcast.transports.broadcast import SPEC as BROADCAST
 from weightcast.transports.cells import divide, most_ranks
+from weightcast.transports.direct import SPEC as DIRECT
+from weightcast.transports.ipc import SPEC as IPC
+from weightcast.transports.link_bytes import mixed, share_bytes
+from weightcast.transports.preflight import choose_gathered, choose_scattered, choose_transport
+from weightcast.transports.topology import Topology
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets, total_bytes
+from weightcast.wire.messages import PROTOCOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +45,9 @@ class DirectPlan:
         seconds: Transfer time on the busiest link alone; None without a bandwidth.
         computed: Names of the tensors whose values are computed when they are sent.  They cannot be read in place, with
             ``keep_mapped``, and go by bucket.
-        memory_bytes: Bytes that all engine ranks together read in memory of their own hosts, if trainer ranks and
-            engine ranks are spread over several hosts, in equal numbers and in their order; 0 for one host.
+        memory_bytes: Bytes that all engine ranks together read in memory of their own hosts, if some have trainer ranks
+            beside them and others do not, or not those with all weights; otherwise 0.
         message_bytes: Bytes that they get from other hosts then.
-        out_of_host_bytes: The most of these that leave one host.
-        into_host_bytes: The most of these that one host gets.
-        host_seconds: Transfer time of the busiest host with one link; None without a bandwidth or for one host.
     """
 
     refused: str = ""
@@ -51,9 +58,28 @@ class DirectPlan:
     computed: tuple[str, ...] = ()
     memory_bytes: int = 0
     message_bytes: int = 0
-    out_of_host_bytes: int = 0
-    into_host_bytes: int = 0
-    host_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayPlan:
+    """One way of an update between hosts.
+
+    Attributes:
+        name: Transport, and its variant if there are several, such as ``direct by relay``.
+        busiest_bytes: Bytes on the busiest link, if each host has one (``transports/link_bytes.py``).
+        cost_bytes: Bytes that this link could have carried in the time of an update, by which the way is chosen; more
+            than ``busiest_bytes`` if links wait for each other.
+        busiest_link: That link, such as ``out of host 1``.
+        seconds: Time of an update on that link; None without a bandwidth.
+        taken_by: Those of ``transport="auto"`` and ``"direct"`` that take this way.
+    """
+
+    name: str
+    busiest_bytes: int
+    cost_bytes: int
+    busiest_link: str
+    seconds: float | None
+    taken_by: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +101,7 @@ class Plan:
         cells: Number of engine ranks in each process group, where engines get their weights in groups.
         link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
         seconds: Transfer time alone at that bandwidth, with every link busy at once.
+        ways: The ways between hosts; none on one host, or for engines without our receiver.
     """
 
     model: str
@@ -93,6 +120,7 @@ class Plan:
     others: tuple[EnginePlan, ...]
     family: str | None
     not_covered: tuple[str, ...]
+    device: str
     trainer_ranks: int
     trainer_peak_bytes: int
     engine_ranks: int
@@ -102,6 +130,7 @@ class Plan:
     link_gb_per_s: float | None
     seconds: float | None
     direct: DirectPlan
+    ways: tuple[WayPlan, ...]
 
 
 def make_plan(
@@ -119,6 +148,8 @@ def make_plan(
     tp: int = 1,
     cell_ranks: int | None = None,
     hosts: int = 1,
+    engine_hosts: int = 0,
+    device: str = "cuda",
     family: str | None = None,
     not_covered: tuple[str, ...] = (),
 ) -> Plan:
@@ -129,7 +160,9 @@ def make_plan(
         computed: True if values are computed on the way, such as by quantising.
         tp: Ranks of each engine.
         cell_ranks: As ``AdvancedOptions.cell_ranks``.
-        hosts: Number of hosts that trainer ranks and engine ranks are spread over.
+        hosts: Number of hosts that trainer ranks are spread over, evenly and in order.
+        engine_hosts: Number of other hosts that engine ranks are spread over; 0 if they are on those of the trainer.
+        device: ``cuda`` or ``cpu``.
 
     It raises ConfigError if a tensor, or a row of one that may be cut, is larger than a bucket.
     """
@@ -149,6 +182,17 @@ def make_plan(
     dtypes: dict[str, int] = {}
     for spec in specs:
         dtypes[spec.dtype] = dtypes.get(spec.dtype, 0) + spec.size_bytes
+    fleet = _fleet(
+        specs,
+        trainer_ranks=trainer_ranks,
+        engine_ranks=engine_ranks,
+        tp=tp,
+        hosts=hosts,
+        engine_hosts=engine_hosts,
+        device=device,
+        cell_ranks=cell_ranks,
+    )
+    rate = None if link_gb_per_s is None else link_gb_per_s * 1e9
     cells = tuple(map(sum, divide([tp] * (engine_ranks // tp), int, most_ranks(BROADCAST.cells, cell_ranks))))
     return Plan(
         model=model,
@@ -167,6 +211,7 @@ def make_plan(
         others=tuple(_engine_plan(other, specs, bucket_bytes) for other in all_kinds()),
         family=family,
         not_covered=not_covered,
+        device=device,
         trainer_ranks=trainer_ranks,
         trainer_peak_bytes=peak_bytes(
             specs,
@@ -180,56 +225,104 @@ def make_plan(
         all_links_bytes=size_bytes * engine_ranks,
         cells=cells,
         link_gb_per_s=link_gb_per_s,
-        seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
-        direct=_direct(
-            specs,
-            kind=kind,
-            engine_ranks=engine_ranks,
-            tp=tp,
-            hosts=hosts,
-            trainer_ranks=trainer_ranks,
-            link_gb_per_s=link_gb_per_s,
-            computed=computed,
-        ),
+        seconds=None if rate is None else size_bytes / rate,
+        direct=_direct(fleet, kind, rate, computed=computed),
+        ways=_ways(fleet, rate) if kind.has_receiver and hosts + engine_hosts > 1 else (),
     )
 
 
-def _direct(
+def _fleet(
     specs: Sequence[TensorSpec],
     *,
-    kind: Kind,
+    trainer_ranks: int,
     engine_ranks: int,
     tp: int,
     hosts: int,
-    trainer_ranks: int,
-    link_gb_per_s: float | None,
-    computed: bool,
-) -> DirectPlan:
+    engine_hosts: int,
+    device: str,
+    cell_ranks: int | None,
+) -> Topology:
+    """The trainer and the engines that were described, each rank on a GPU of its own or all on CPUs."""
+
+    def place(side: str, rank: int) -> str:
+        return "cpu" if device == "cpu" else f"GPU-{side}-{rank}"
+
+    first, others = (hosts, engine_hosts) if engine_hosts else (0, hosts)
+    on = [str(1 + first + rank * others // engine_ranks) for rank in range(engine_ranks)]
+    infos: dict[str, EngineInfo] = {}
+    for number, start in enumerate(range(0, engine_ranks, tp)):
+        near = on[start : start + tp]
+        infos[f"engine {number}"] = EngineInfo(
+            protocol=PROTOCOL,
+            engine="engine",
+            model="",
+            state="serving",
+            version=None,
+            digest=None,
+            tp_size=len(near),
+            host_id=near[0],
+            ranks=tuple(
+                RankInfo(rank=rank, pid=0, device=place("engine", start + rank), host_id=host)
+                for rank, host in enumerate(near)
+            ),
+            staging="device",
+            transports=("ipc", "direct", "broadcast"),
+            specs=(),
+        )
+    return Topology(
+        infos=infos,
+        device=torch.device(device),
+        places=[place("trainer", rank) for rank in range(trainer_ranks)],
+        hosts=[str(1 + rank * hosts // trainer_ranks) for rank in range(trainer_ranks)],
+        specs=specs,
+        cell_ranks=cell_ranks,
+    )
+
+
+def _ways(fleet: Topology, rate: float | None) -> tuple[WayPlan, ...]:
+    try:
+        auto = {choose_scattered(fleet)}
+    except ConfigError:
+        alone = [replace(fleet, infos={url: info}) for url, info in fleet.infos.items()]
+        auto = set(map(choose_gathered, alone))
+    direct = choose_transport("direct", fleet)
+    found: list[WayPlan] = []
+    shown = ("messages", "relay") if fleet.device.type == "cpu" else ("messages",)
+    for spec in (IPC, BY_RANK, BROADCAST, *DIRECT.variants):
+        taken = tuple(name for name, those in (("auto", auto), ("direct", {direct})) if spec in those)
+        if not taken and not spec.suits(fleet) and spec.variant not in shown:
+            continue
+        assert spec.link_bytes is not None
+        sent = spec.link_bytes(fleet)
+        found.append(
+            WayPlan(
+                name=f"{spec.name} by {spec.variant}" if spec.variant else spec.name,
+                busiest_bytes=sent.busiest,
+                cost_bytes=sent.cost,
+                busiest_link=sent.busiest_link,
+                seconds=None if rate is None else sent.cost / rate,
+                taken_by=taken,
+            )
+        )
+    return tuple(found)
+
+
+def _direct(fleet: Topology, kind: Kind, rate: float | None, *, computed: bool) -> DirectPlan:
     if not kind.has_receiver:
         return DirectPlan(refused=f"{kind.name} without our receiver takes gathered buckets only")
-    into = sum(-(-spec.size_bytes // tp) if len(spec.shape) > 1 else spec.size_bytes for spec in specs)
-    out = -(-into * engine_ranks // trainer_ranks)
-    most = max(into, out)
-    memory = out_of_host = into_host = 0
-    if hosts > 1:
-        trainers = Counter(rank * hosts // trainer_ranks for rank in range(trainer_ranks))
-        readers = Counter(rank * hosts // engine_ranks for rank in range(engine_ranks))
-        own = {host: into * trainers[host] // trainer_ranks for host in range(hosts)}  # of each engine rank's bytes
-        memory = sum(own[host] * number for host, number in readers.items())
-        out_of_host = max(own[host] * (engine_ranks - readers[host]) for host in range(hosts))
-        into_host = max((into - own[host]) * readers[host] for host in range(hosts))
-    rate = None if link_gb_per_s is None else link_gb_per_s * 1e9
+    infos = list(fleet.infos.values())
+    shares = [share_bytes(fleet.specs, info.tp_size) for info in infos for _ in info.ranks]
+    into, out = max(shares), -(-sum(shares) // len(fleet.places))
+    messages = sum(mixed(fleet).out.values())
+    near = any(host for url in fleet.infos for host in fleet.reads_on(url))
     return DirectPlan(
-        memory_bytes=memory,
-        out_of_host_bytes=out_of_host,
-        into_host_bytes=into_host,
-        host_seconds=None if rate is None or hosts == 1 else max(out_of_host, into_host) / rate,
-        message_bytes=into * engine_ranks - memory if hosts > 1 else 0,
+        memory_bytes=sum(shares) - messages if near and messages else 0,
+        message_bytes=messages if near else 0,
         into_engine_rank_bytes=into,
         out_of_trainer_rank_bytes=out,
         busiest="trainer rank" if out >= into else "engine rank",
-        seconds=None if rate is None else most / rate,
-        computed=_quantised(specs) if computed else (),
+        seconds=None if rate is None else max(into, out) / rate,
+        computed=_quantised(fleet.specs) if computed else (),
     )
 
 

@@ -266,25 +266,31 @@ def test_plan_divides_the_bytes_of_several_hosts_into_memory_and_messages():
 
 def test_plan_shows_the_busiest_host(tmp_path):
     of = {"model": "m", "engine": "native", "packing": Packing(), "bucket_bytes": 1 << 20, "link_gb_per_s": 1e-6}
-    one = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4).direct
-    assert (one.out_of_host_bytes, one.into_host_bytes, one.host_seconds) == (0, 0, None)
+    assert make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4).ways == ()
     # Two engine ranks on each host get half of their 8,000 bytes from the other host.
-    two = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4, hosts=2).direct
-    assert (two.out_of_host_bytes, two.into_host_bytes) == (8000, 8000)
-    assert two.host_seconds == pytest.approx(8.0)
-    # One trainer rank sends all that the second host needs.
-    beyond = make_plan([spec("m", 100, 40)], **of, engine_ranks=6, tp=2, trainer_ranks=1, hosts=3).direct
-    assert (beyond.out_of_host_bytes, beyond.into_host_bytes) == (4 * 8000, 2 * 8000)
-    assert beyond.host_seconds == pytest.approx(32.0)
+    two = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, trainer_ranks=4, hosts=2).ways
+    [direct] = [way for way in two if "direct" in way.taken_by]
+    assert (direct.busiest_bytes, direct.busiest_link) == (8000, "out of host 2")
+    assert direct.seconds == pytest.approx(8.0)
+    # One trainer rank sends all that the engines need on two other hosts.
+    beyond = make_plan([spec("m", 100, 40)], **of, engine_ranks=4, tp=2, engine_hosts=2).ways
+    [messages] = [way for way in beyond if way.name == "direct by messages"]
+    assert (messages.busiest_bytes, messages.busiest_link) == (4 * 8000, "out of host 1")
 
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(1000, 100)}, path)
-    done = run("plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2")
-    assert "at most 390.6 KiB out of a host and 390.6 KiB into one" in done.output
+    spread = ("plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2")
+    done = run(*spread)
+    assert "ipc: 195.3 KiB out of host 2; auto takes it" in done.output
+    assert "direct by messages: 390.6 KiB out of host 2; direct takes it" in done.output
     assert "direct by messages between GPUs takes longer than a broadcast of the same weights" in " ".join(
         done.output.split()
     )
-    done = run(
-        "plan", path, "--targets", "4", "--tp", "2", "--trainer-ranks", "4", "--hosts", "2", "--link-gb-per-s", "1"
-    )
-    assert "0.4 ms at 1 GB/s if each host has one link" in done.output
+    apart = ("plan", path, "--device", "cpu", "--link-gb-per-s", "1")
+    done = run(*apart, "--targets", "2", "--engine-hosts", "2")
+    assert "direct by relay: 390.6 KiB out of host 1, 0.4 ms at 1 GB/s; auto and direct take it" in done.output
+    done = run(*apart, "--targets", "3", "--engine-hosts", "3")
+    assert "broadcast: 781.2 KiB out of host 1, 0.8 ms at 1 GB/s; auto takes it" in done.output
+    assert "direct by relay: 390.6 KiB out of host 1, in the time of 585.9 KiB, since its links wait" in done.output
+    assert "between GPUs" not in done.output
+    assert run(*spread, "--device", "tpu").exit_code == 2

@@ -63,7 +63,7 @@ def test_a_fleet_is_divided_where_that_costs_no_bytes(options: dict[str, Any], c
     config = UpdateConfig(**options)
     place = topology(["cpu"], *[engine("cpu", host="another")] * 128, variant=config.direct_by)
     spec = choose_transport(config.transport, place)
-    found = cells_of([(spec, [Member(url, "weightcast", 1) for url in place.infos])], config.cell_ranks)
+    found = cells_of([(spec.cells, [Member(url, "weightcast", 1) for url in place.infos])], config.cell_ranks)
     assert [len(cell) for cell in found] == cells
 
 

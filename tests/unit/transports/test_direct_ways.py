@@ -246,7 +246,8 @@ def test_doctor_names_rdma_where_both_sides_have_it(nixl_here, found, names) -> 
     checks = [Check(name="ipc", level="warn", text=""), Check(name="rendezvous", level="ok", text="")]
     direct, *rest = diagnose._scattered(checks, found)
     by = "from trainer ranks on this host rank 0 by messages"
-    assert direct.text == f"can be used, {by}; auto does not take it"
+    saves = "takes it between hosts where that saves bytes" if found.devices == ("cpu",) else "does not take it"
+    assert direct.text == f"can be used, {by}; auto {saves}"
     assert [check.name for check in (direct, *rest)] == names
     assert [check.text for check in rest] == ["can be used; auto does not take it"] * len(rest)
 
@@ -263,4 +264,5 @@ def test_doctor_says_by_which_way_trainer_ranks_here_reach_each_rank() -> None:
     [check] = diagnose._scattered(checks, found)
     here = hosts[0][:4]
     words = f"rank 0 on host {here}, rank 2 on host {here} by memory and rank 1 on host b by messages"
-    assert check.text == f"can be used, from trainer ranks on this host {words}; auto does not take it"
+    auto = "auto takes it between hosts where that saves bytes"
+    assert check.text == f"can be used, from trainer ranks on this host {words}; {auto}"
