@@ -29,7 +29,7 @@ from weightcast.errors import (
     WireError,
 )
 from weightcast.protocols import Adapter
-from weightcast.report import TargetReport, count_of
+from weightcast.report import LegReport, TargetReport, count_of
 from weightcast.runtime.deadline import Deadline
 from weightcast.transports.health import LinkHealth
 from weightcast.transports.plan import TargetPlan
@@ -217,14 +217,8 @@ class Link:
         outcome = self.outcome
         return (self.session.committed is None or outcome.failed is not None) and outcome.reverted is None
 
-    def row(self, size_bytes: int = 0, together: object = None) -> TargetReport:
-        """Returns the target's row in the report, given the bytes of all tensors; its notes go there.
-
-        ``together`` is as for ``UsualRates``.
-        """
-        legs = self.session.legs(self.outcome.plan, size_bytes)
-        if self.session.committed is not None and (low := self.rates.look(self.url, legs, together)):
-            self.outcome.notes.append(low)
+    def row(self, legs: tuple[LegReport, ...] = ()) -> TargetReport:
+        """Returns the target's row in the report; its notes go there."""
         self.outcome.notes += self.take_notes()
         return self.outcome.row(self.url, self.session, self.answer if self.is_unsure else None, legs)
 

@@ -84,7 +84,7 @@ def by_broadcast(topology: Topology) -> LinkBytes:
 
 
 def by_buckets(topology: Topology) -> LinkBytes:
-    """Whole buckets: engines that offer ``ipc`` read them on hosts with trainer ranks; others get a broadcast."""
+    """Whole buckets: engine ranks on hosts with trainer ranks read them there, and others get a broadcast."""
     return _gathered(topology, reads=True)
 
 
@@ -94,7 +94,7 @@ def _gathered(topology: Topology, *, reads: bool) -> LinkBytes:
     joining: list[tuple[str, ...]] = []
     receiving = {head: None}
     for info in topology.infos.values():
-        near = topology.near_hosts(info) if reads and "ipc" in info.transports else ()
+        near = topology.near_hosts(info) if reads else ()
         receiving |= dict.fromkeys(near)
         joining.append(tuple(host for host in info.hosts if host not in near))
     for host in receiving:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from weightcast.config import check_version
-from weightcast.report import UpdateReport
+from weightcast.report import TargetReport, UpdateReport
 from weightcast.transports.link import Link
 from weightcast.transports.session import LinkSession, Outcome
 from weightcast.update.members import Members
@@ -108,7 +108,7 @@ class UpdateRun:
             with self.phase("recover"):
                 roster.look(unsure, hasty=True)
         size_bytes, carriers = total_bytes(members.specs), members.carriers
-        rows = {link: link.row(size_bytes, carriers.signature) for link in self.targets}
+        rows = {link: _row(link, size_bytes, carriers.signature) for link in self.targets}
         digest, changed = verifier.digest, None
         moved_on = any(row.status == "serving" for row in rows.values())
         if moved_on:
@@ -139,3 +139,11 @@ class UpdateRun:
             changed_ratio=changed,
             cast={dtype: len(numbers) for dtype, numbers in members.plan.cast.items()},
         )
+
+
+def _row(link: Link, size_bytes: int, together: object) -> TargetReport:
+    """A target's row, with a note if its rates were low; ``together`` is as for ``UsualRates.look``."""
+    legs = link.session.legs(link.outcome.plan, size_bytes)
+    if link.session.committed is not None and (low := link.rates.look(link.url, legs, together)):
+        link.outcome.notes.append(low)
+    return link.row(legs)
