@@ -388,6 +388,13 @@ class Adapter(ABC):
         """
         self._lacks("read buckets")
 
+    def messages(self, session: str, layouts: Sequence[BucketLayout], *, group: str) -> Steps:
+        """Announces buckets that follow one another in messages from trainer ranks, which are members of the group.
+
+        The engine answers when it has loaded the last of them.  Which rank sends which parts is in the session's plan.
+        """
+        self._lacks("receive messages from trainer ranks")
+
     def handles(self, addresses: dict[str, str]) -> Steps:
         """Tells the engine where to ask for handles to all weights, by the UUID of each rank's GPU."""
         self._lacks("ask for handles")
@@ -483,6 +490,13 @@ class Carrier(ABC):
     @abstractmethod
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Starts sending a bucket and waits until the previous one may be filled again."""
+
+    def announce(self, layouts: Sequence[BucketLayout]) -> None:
+        """Announces buckets that follow one another, and that all trainer ranks send by themselves.
+
+        It waits until targets have taken all but those that were announced last, and these.
+        """
+        raise NotImplementedError(f"{self.name or type(self).__name__} makes no group of all trainer ranks")
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket sent so far, and raises what failed."""

@@ -260,11 +260,11 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 def lose_an_engine(urls: list[str], victim: int, what: int, versions: list[int], options: dict) -> list[str]:
-    """Updates by two trainer ranks; a process is killed or stopped after the fifth bucket of the first one."""
+    """Updates by two trainer ranks; a process is killed or stopped after a third of the first one."""
 
     def strike(done: int, total: int) -> None:
-        seen.append(done)
-        if len(seen) == 5:
+        if done > total / 3 and not seen:
+            seen.append(done)
             os.kill(victim, what)
 
     seen: list[int] = []

@@ -39,7 +39,7 @@ from weightcast.wire.messages import (
     Revert,
     TellBoxes,
 )
-from weightcast.wire.plans import UpdateTables
+from weightcast.wire.plans import UpdateTables, encode_parts
 
 SESSION = "0123456789abcdef" * 2
 
@@ -124,10 +124,16 @@ EXAMPLES = {
     "readback": Readback(),
     "prepare": Prepare(plan=UpdateTables((SPEC, SCALAR), (PLANNED,), (260,)), verify="resident"),
     "prepare with parts": Prepare(
-        plan=UpdateTables((SPEC, SCALAR), (PLANNED,)),
+        plan=UpdateTables(
+            (SPEC, SCALAR),
+            (PLANNED,),
+            told=[
+                encode_parts([[BucketPart(slot=0, offset=(2, 0), shape=(3, 4))]]),
+                encode_parts([[BucketPart(slot=1, offset=(), shape=())]]),
+            ],
+        ),
         verify="none",
         way="messages",
-        parts=(((BucketPart(slot=0, offset=(2, 0), shape=(3, 4)),), (BucketPart(slot=1, offset=(), shape=()),)),),
         known_tables=("0" * 32,),
     ),
     "prepare with sources": Prepare(

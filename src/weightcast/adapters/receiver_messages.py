@@ -11,7 +11,6 @@ from weightcast.runtime.lru import Lru
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
     ByRankSource,
-    ExchangeSource,
     IpcSource,
     Leg,
     LegsSource,
@@ -30,7 +29,7 @@ from weightcast.wire.messages import Announce
 
 _KEPT_BYTES = 64 << 20
 _PART_BYTES = 512
-_Parted = ExchangeSource | ScatteredSource | RemoteSource | MappedSource
+_Parted = ScatteredSource | RemoteSource | MappedSource
 _kept: Lru[tuple[object, ...], tuple[tuple[Shared, ...], _Parted]] = Lru(_KEPT_BYTES)
 
 
@@ -39,8 +38,8 @@ def announce_of(
 ) -> Announce:
     """Returns the message that announces a bucket.
 
-    It is broadcast or exchanged in ``group``, else read through its handles.  With handles for some ranks, the others
-    take part in the broadcast.  ``plan`` is the hash of the plan that the engine has the layout from; empty if the
+    It is broadcast in ``group``, else read through its handles.  With handles for some ranks, the others take part in
+    the broadcast.  ``plan`` is the hash of the plan that the engine has the layout from; empty if the
     message must have it.
     """
     if any(item.leg for item in shared):
@@ -48,8 +47,8 @@ def announce_of(
     if any(item.ranks for item in shared):
         source = ByRankSource(near=_by_host(shared), group=group)
         return Announce(session=session, layout=layout, source=source, plan=plan)
-    if shared and (group is not None or any(item.mapped or item.parts for item in shared)):
-        return Announce(session=session, layout=layout, source=_parted(shared, group), plan=plan)
+    if group is None and any(item.mapped or item.parts for item in shared):
+        return Announce(session=session, layout=layout, source=_parted(shared), plan=plan)
     handles = tuple(item.memory for item in shared if item.memory is not None)
     source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
     return Announce(session=session, layout=layout, source=source, plan=plan)
@@ -73,19 +72,17 @@ def _legs(shared: Sequence[Shared], group: str | None) -> LegsSource:
     )
 
 
-def _parted(shared: Sequence[Shared], group: str | None) -> _Parted:
+def _parted(shared: Sequence[Shared]) -> _Parted:
     """The source whose parts several trainer ranks have: the same object for the same ``shared``."""
-    key = (group, *map(id, shared))
+    key = tuple(map(id, shared))
     known = _kept.get(key)
     if known is None:
-        known = tuple(shared), _joined(shared, group)  # kept alive, so that their ids stay their own
+        known = tuple(shared), _joined(shared)  # kept alive, so that their ids stay their own
         _kept.put(key, known, _PART_BYTES * (1 + sum(len(item.parts) + len(item.mapped) for item in shared)))
     return known[1]
 
 
-def _joined(shared: Sequence[Shared], group: str | None) -> _Parted:
-    if group is not None:
-        return ExchangeSource(group=group, parts=tuple(item.parts for item in shared))
+def _joined(shared: Sequence[Shared]) -> _Parted:
     if any(item.mapped for item in shared):
         return _mapped(shared)
     remote = tuple(

@@ -264,6 +264,10 @@ class SentDigests:
         if self._casts:
             self._cast += self._casts.of(bucket, self._scratch)
 
+    def expect(self, layouts: Sequence[BucketLayout]) -> None:
+        """Takes buckets that are whole nowhere, in the place of ``add``: trainer ranks' own sums are all there is."""
+        self._sums += ((layout, None) for layout in layouts)
+
     def finish(
         self, sources: Sequence[torch.Tensor] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> Sent:

@@ -227,13 +227,14 @@ class Loader:
         """
         self.staging.look(forms=True)
         self._use(message.plan)
-        layouts = message.plan.layouts
+        layouts, told = message.plan.layouts, message.plan.parts
         for number, layout in enumerate(layouts):
             plan = self._plan(layout)
             if message.way == "buckets":
                 self._copier.prepare(plan, self.staging, self._device)
-            elif number < len(message.parts) and message.parts[number]:
-                parts = message.parts[number]
+            elif told:
+                # Of the parts that ranks read, the source names those ranks that have any.
+                parts = tuple(filter(None, told[number])) if message.way == "reads" else told[number]
                 exchange = self.scattered.plan_exchange(layout, parts, read=message.way == "reads")
                 self.scattered.prepare(exchange.copies, [exchange.size_bytes], self._device, self.staging)
         self._arrivals.prepare([self.plan.buckets[layout.index].rows for layout in layouts], message.plan.specs)

@@ -37,7 +37,7 @@ from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import ByRankSource, IpcSource, LegsSource
+from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, LegsSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
@@ -305,13 +305,20 @@ class WeightReceiver:
         source = (
             message.source.of(self.rank) if isinstance(message.source, ByRankSource | LegsSource) else message.source
         )
+        for layout in message.layouts:
+            if isinstance(source, ShareSource):
+                self._take_share(layout, source, session)
+            else:
+                self._take_whole(layout, source, session)
+        return self._ack()
+
+    def _take_whole(self, layout: BucketLayout, source: IpcSource | BroadcastSource, session: Open) -> None:
+        """Loads a bucket that this rank reads or receives whole."""
         started = time.monotonic()
-        if isinstance(source, ShareSource):
-            return self._take_share(message.layout, source, session, started)
         if isinstance(source, IpcSource):
-            bucket = self._memory.read(message.layout, source.handles)
+            bucket = self._memory.read(layout, source.handles)
         else:
-            bucket = self._read(message.layout, source.group, session)
+            bucket = self._read(layout, source.group, session)
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
@@ -328,11 +335,11 @@ class WeightReceiver:
             wait_for_streams(self.device, bucket.data.device)
         else:
             self._broadcast.release(bucket)
-        self._verify_s = digested - loaded
-        self._load_s = loaded - arrived
+        self._verify_s += digested - loaded
+        self._load_s += loaded - arrived
         if self.device.type == "cuda":
             self._load_s += time.monotonic() - digested + arrived - started
-        index = message.layout.index
+        index = layout.index
         self._steps += [
             Step("wire", self.rank, started, arrived, index),
             Step("load", self.rank, arrived, loaded, index),
@@ -340,10 +347,10 @@ class WeightReceiver:
         ]
         if self.device.type == "cuda":  # the copies end here; before, they were only enqueued
             self._steps.append(Step("load", self.rank, digested, time.monotonic(), index))
-        return self._ack()
 
-    def _take_share(self, layout: BucketLayout, source: ShareSource, session: Open, started: float) -> RankAck:
+    def _take_share(self, layout: BucketLayout, source: ShareSource, session: Open) -> None:
         """Reads this rank's own share alone; Close answers with its sums."""
+        started = time.monotonic()
         arrived = self._shares.take(
             layout,
             source,
@@ -353,12 +360,11 @@ class WeightReceiver:
         )
         self._scattered = True
         loaded = time.monotonic()
-        self._load_s = loaded - arrived
+        self._load_s += loaded - arrived
         self._steps += [
             Step("wire", self.rank, started, arrived, layout.index),
             Step("load", self.rank, arrived, loaded, layout.index),
         ]
-        return self._ack()
 
     def _fetch(self, message: Fetch) -> RankAck:
         """Copies one chunk from the same rank of a peer.  Close answers with the sums of all of them."""

@@ -316,6 +316,7 @@ class LoadPlan:
 
     Attributes:
         hash: Hash of the plan; empty for buckets that come without one.
+        parts: As ``UpdateTables.parts``.
         sums: Sums of whole buckets.
         buckets: Copies of whole buckets, by number.
         scattered: Copies out of several places, by how the parts come and the number of the bucket.
@@ -325,6 +326,7 @@ class LoadPlan:
 
     def __init__(self, plan: UpdateTables | None = None) -> None:
         self.hash = plan.hash if plan is not None else ""
+        self.parts = plan.parts if plan is not None else ()
         self.sums = PlanSums(plan.layouts if plan is not None else ())
         self.buckets: dict[int, BucketPlan] = {}
         self.scattered: dict[tuple[str, int], ScatteredPlan] = {}

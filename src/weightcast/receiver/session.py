@@ -51,6 +51,7 @@ from weightcast.wire.bucket_sources import group_of
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
 from weightcast.wire.fields import shown
 from weightcast.wire.messages import (
+    MAX_RUN,
     Abort,
     Announce,
     Close,
@@ -350,7 +351,7 @@ class SessionHandler:
 
     def _take(self, message: Announce) -> Ack:
         session = self._current(message)
-        if message.layout.index == session.buckets + 1:
+        if session.buckets < message.layout.index <= session.buckets + MAX_RUN:
             session = self._await_turn(message)
         if session.fetched is not None:
             raise Refused(f"this session copies from {session.fetched.peer.url}, so no bucket may come")
@@ -358,11 +359,12 @@ class SessionHandler:
             raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
         if self._announced.specs is not session.open.specs:
             self._announced = Announced(session.open.specs)
-        self._announced.check(message.layout)
+        for layout in message.layouts:
+            self._announced.check(layout)
         if (group := group_of(message.source)) is not None:
             session.groups.add(group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
-        session.buckets += 1
+        session.buckets += len(message.layouts)
         if session.buckets != len(session.open.bucket_sizes):
             return ack
         # After the last bucket the sender's next message would be Close: this saves it.
@@ -388,7 +390,7 @@ class SessionHandler:
         return msgspec.structs.replace(closed, closed=True)
 
     def _await_turn(self, message: Announce) -> OpenSession:
-        """Waits for the bucket before this one: a sender may have two on the way, and the later may come first."""
+        """Waits for the buckets before these: a sender may have two runs on the way, and the later may come first."""
         session = self._current(message)
 
         def is_due() -> bool:

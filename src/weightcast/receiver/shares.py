@@ -149,7 +149,10 @@ class Shares:
             wait_for_streams(self.device)
             self._took(in_buffers=plan.size_bytes)
             return arrived
-        plan = scattered.plan_exchange(layout, source.parts)
+        told = self.loader.plan.parts
+        if not told:
+            raise Refused(f"bucket {layout.index} comes in messages, and the session's plan has no parts of it")
+        plan = scattered.plan_exchange(layout, told[layout.index])
         relay = self.groups.relay(source.group)
         room = self._room(plan.size_bytes, passed_on=bool(relay.downstream), timeout_s=timeout_s)
         received, whole = room.data, room.data[: plan.size_bytes]

@@ -34,6 +34,7 @@ from weightcast.transports.pump import Pumped, ThreadPump
 from weightcast.transports.spec import Sender, TransportSpec
 from weightcast.transports.topology import Topology
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import MAX_GROUP
 from weightcast.wire.nccl_settings import differences
 
@@ -157,6 +158,10 @@ class GroupCarrier(Pumped):
         """As ``Carrier.send``."""
         self._note_filled(bucket)
         super().send(bucket, shared)
+
+    def announce(self, layouts: Sequence[BucketLayout]) -> None:
+        """As ``Carrier.announce``."""
+        self._each(lambda channel: channel.announce(layouts), self._channels)
 
     def drain(self) -> None:
         """As ``Carrier.drain``."""

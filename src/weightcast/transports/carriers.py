@@ -16,6 +16,7 @@ from weightcast.protocols import Carrier, Cell
 from weightcast.transports.blame import raise_together
 from weightcast.transports.plan import label_of
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 
 
 class Carriers(Carrier):
@@ -51,8 +52,16 @@ class Carriers(Carrier):
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Carrier.send``."""
         self._move(lambda part: part.send(bucket, shared))
-        self.num_buckets += 1
-        self.sent_bytes += bucket.layout.size_bytes
+        self._count((bucket.layout,))
+
+    def announce(self, layouts: Sequence[BucketLayout]) -> None:
+        """As ``Carrier.announce``."""
+        self._move(lambda part: part.announce(layouts))
+        self._count(layouts)
+
+    def _count(self, layouts: Sequence[BucketLayout]) -> None:
+        self.num_buckets += len(layouts)
+        self.sent_bytes += sum(layout.size_bytes for layout in layouts)
 
     def drain(self) -> None:
         """As ``Carrier.drain``."""

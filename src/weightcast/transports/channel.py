@@ -2,9 +2,9 @@
 
 Rank 0 of the group is the head; the engine ranks follow the trainer's, target by target.  For each bucket, the head
 posts to every target, enters the collective, and reads the replies last, because engines answer after they have
-received.  Where trainer ranks send by themselves, there is no collective to enter (``update/exchange.py``).  A target
-that refuses never enters the collective, so the head aborts the group and does not wait.  If the engines allow it, the
-head posts the next bucket while this one is in flight.
+received.  A target that refuses never enters the collective, so the head aborts the group and does not wait.  If the
+engines allow it, the head posts the next bucket while this one is in flight.  Where trainer ranks send by themselves,
+there is no collective to enter (``update/exchange.py``), and one post announces several buckets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -32,13 +31,14 @@ from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetR
 from weightcast.protocols import Invitation, Meeting
 from weightcast.transports.blame import find_culprit, together
 from weightcast.transports.handles import handles_for
-from weightcast.transports.link import Link, leave_all, tell
+from weightcast.transports.link import Link, leave_all, tell, words_for
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Join
 
 log = logging.getLogger("weightcast.transports.channel")
 
-_Unanswered = tuple[int, list[Future[None]]]  # a bucket's index and the targets' answers
+_Unanswered = tuple[range, list[Future[None]]]  # buckets' indices and the targets' answers
 
 _COME_S = 1.0  # for engines on their way to the rendezvous to reach it
 _TURN_POLL_S = 0.05  # the abort of a group does not wake threads that wait for a turn
@@ -258,15 +258,12 @@ class Channel:
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None, shared: Sequence[Shared] = ()) -> None:
         """Posts and broadcasts a bucket, and reads the replies; with two in flight, those to the bucket before.
 
-        When it returns, the bucket may be filled again.  On a GPU, ``filled`` completes when it is filled.  If trainer
-        ranks send, ``shared`` has the parts of each.  After an error the group is aborted, and the culprit named if
-        known.
+        When it returns, the bucket may be filled again.  On a GPU, ``filled`` completes when it is filled.  After an
+        error the group is aborted, and the culprit named if known.
         """
         group = self._group
         assert group is not None, "connect() comes first"
         index = bucket.layout.index
-        # Another transport of a mixed update may share the bucket in memory, which members of a group must not read.
-        parts = shared if self._trainers is not None else ()
         self._read_replies(index - self._in_flight)
         posts = event_loop.submit(
             [
@@ -276,11 +273,11 @@ class Channel:
                         link.session.id,
                         bucket.layout,
                         group=group.name if link.members else None,
-                        shared=handles_for(link, shared) if link.plan.near or link.plan.reads else parts,
+                        # Another transport of a mixed update may share the bucket in memory, which is not for members.
+                        shared=handles_for(link, shared) if link.plan.near or link.plan.reads else (),
                     ),
-                    what=f"bucket {index}",
+                    what=range(index, index + 1),
                     timeout_s=self._timeout_s,
-                    bucket=index,
                 )
                 for link in self.links
             ]
@@ -315,15 +312,33 @@ class Channel:
                 self.drain()  # the bucket before may have failed and be the cause
             except WeightcastError as cause:
                 raise cause from error
-            raise self._give_up(error, posts, index, answered) from error
-        self._expect(index, posts)
+            raise self._give_up(error, posts, range(index, index + 1), answered) from error
+        self._expect(range(index, index + 1), posts)
         if self._in_flight == 1:
             self.drain()
 
-    def _expect(self, index: int, posts: list[Future[None]]) -> None:
+    def announce(self, layouts: Sequence[BucketLayout]) -> None:
+        """Posts buckets that trainer ranks send by themselves; with two in flight, reads the replies to earlier ones.
+
+        After an error the group is aborted, and the culprit named if known.
+        """
+        group, buckets = self._group, range(layouts[0].index, layouts[-1].index + 1)
+        assert group is not None, "connect() comes first"
+        while len(self._unanswered) >= self._in_flight:
+            self._read_replies(self._unanswered[0][0][-1])
+        steps = (link.adapter.messages(link.session.id, layouts, group=group.name) for link in self.links)
+        posts = event_loop.submit(
+            [
+                tell(link, one, what=buckets, timeout_s=self._timeout_s)
+                for link, one in zip(self.links, steps, strict=True)
+            ]
+        )
+        self._expect(buckets, posts)
+
+    def _expect(self, buckets: range, posts: list[Future[None]]) -> None:
         """Notes replies that are due, in order: the threads of two buckets may come here in any order."""
         with self._turns:
-            insort(self._unanswered, (index, posts), key=itemgetter(0))
+            insort(self._unanswered, (buckets, posts), key=lambda one: one[0].start)
 
     def drain(self) -> None:
         """Reads the replies that are due; raises as ``send``."""
@@ -335,12 +350,12 @@ class Channel:
         A reply stays due until it is read and good.  So a thread that fails because of a bad reply finds that reply.
         """
         while (unanswered := self._first_unanswered(last)) is not None:
-            index, posts = unanswered
+            buckets, posts = unanswered
             try:
                 for post in as_completed(posts):
                     post.result()
             except BaseException as error:
-                raise self._give_up(error, posts, index, _answered(posts)) from error
+                raise self._give_up(error, posts, buckets, _answered(posts)) from error
             self._was_answered(unanswered)
 
     def settle(self) -> None:
@@ -351,7 +366,7 @@ class Channel:
 
     def _first_unanswered(self, last: int | None) -> _Unanswered | None:
         with self._turns:
-            if self._unanswered and (last is None or self._unanswered[0][0] <= last):
+            if self._unanswered and (last is None or self._unanswered[0][0][-1] <= last):
                 return self._unanswered[0]
         return None
 
@@ -361,17 +376,17 @@ class Channel:
                 self._unanswered.popleft()
 
     def _give_up(
-        self, error: BaseException, posts: Sequence[Future[None]], index: int, answered: Sequence[Future[None]]
+        self, error: BaseException, posts: Sequence[Future[None]], buckets: range, answered: Sequence[Future[None]]
     ) -> BaseException:
         """Aborts the group and returns the error to raise.  Answers that come later follow from the abort."""
-        group = self._group
+        group, what = self._group, words_for(buckets)
         assert group is not None
-        group.abort(f"bucket {index} failed")
+        group.abort(f"{what} failed")
         self._release_waiting(group.name, posts)
         return find_culprit(
             error,
             posts,
-            f"bucket {index}",
+            what,
             links=self.links,
             timeout_s=self._timeout_s,
             tells_group_failure=self._meeting == "weightcast",

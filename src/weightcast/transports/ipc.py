@@ -56,9 +56,8 @@ class MemoryCarrier(Pumped):
         await tell(
             link,
             link.adapter.bucket(link.session.id, bucket.layout, group=None, shared=handles_for(link, shared)),
-            what=f"bucket {bucket.layout.index}",
+            what=range(bucket.layout.index, bucket.layout.index + 1),
             timeout_s=self._timeout_s,
-            bucket=bucket.layout.index,
         )
 
 

@@ -258,7 +258,7 @@ class Link:
         """True if the target has an open session, or was asked for one."""
         return bool(self.session.id) or self.session.lease is not None
 
-    async def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
+    async def ask(self, kind: str, steps: Steps, *, timeout_s: float, buckets: range | None = None) -> Ack:
         """Sends a step's requests, reads the answer and adds up its costs.
 
         The engine keeps the deadline itself and answers.  The deadline here is a little later, for an engine that
@@ -267,18 +267,19 @@ class Link:
         Args:
             kind: Name of the step in events: ``Asked.message``.
             timeout_s: The engine's deadline, in seconds.
-            bucket: Index of the bucket that the step announces; None for another step.  An engine may get the
-                announcement while it still loads the bucket before, so the deadline counts from the answer to that one.
+            buckets: Indices of the buckets that the step announces; None for another step.  An engine may get the
+                announcement while it still loads the buckets before, so the deadline counts from the answer to those.
         """
         limit_s, session = timeout_s + margin_s(timeout_s), self.session
-        if bucket is None:
+        if buckets is None:
             return await self._converse(kind, steps, limit_s)
-        deadline = session.awaited[bucket] = Deadline(limit_s, begins=lambda: session.turn_began(bucket))
+        first, last = buckets[0], buckets[-1]
+        deadline = session.awaited[last] = Deadline(limit_s, begins=lambda: session.turn_began(first))
         try:
-            return await self._converse(kind, steps, deadline, bucket)
+            return await self._converse(kind, steps, deadline, first)
         finally:
-            session.answered_at[bucket] = time.monotonic()
-            session.awaited.pop(bucket, None)
+            session.answered_at[last] = time.monotonic()
+            session.awaited.pop(last, None)
 
     async def leave(self, group: str | None) -> None:
         """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
@@ -436,30 +437,37 @@ def in_flight_to(links: Sequence[Link]) -> int:
     return min((link.adapter.in_flight for link in links), default=1)
 
 
-async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int | None = None) -> None:
-    """Announces new weights, a bucket or a folder, to one target and reads the answer.
+def words_for(buckets: range) -> str:
+    """Names buckets in an error: ``bucket 3`` or ``buckets 3 to 6``."""
+    return f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets[0]} to {buckets[-1]}"
+
+
+async def tell(link: Link, steps: Steps, *, what: str | range, timeout_s: float) -> None:
+    """Announces new weights, buckets or a folder, to one target and reads the answer.
 
     Args:
-        what: Name of the weights, for the error.
-        bucket: Index of the bucket; None for a folder.  The deadline counts from the answer to the bucket before.
+        what: Name of the folder, for the error; or the indices of the buckets.  The deadline of buckets counts from the
+            answer to the one before them.
 
     Raises:
         TargetRejected, TargetLost: The error names the target and the weights, and is ``half_updated`` if the engine
             does not stage.
     """
     half = not link.stages
+    buckets = what if isinstance(what, range) else None
+    name = what if isinstance(what, str) else words_for(what)
     link.touch()
     try:
         with link.session.moves():
-            answer = await link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket)
-        link.session.took_over(answer)
+            ack = await link.ask("folder" if buckets is None else "bucket", steps, timeout_s=timeout_s, buckets=buckets)
+        link.session.took_over(ack, 1 if buckets is None else len(buckets))
     except DeadlineExceeded as error:
         raise TargetLost(
-            f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half
+            f"{link.url}: no answer to {name} within {timeout_s:g} s", url=link.url, half_updated=half
         ) from error
     except TargetRejected as error:
         raise TargetRejected(
-            f"{link.url} refused {what} after {count_of(link.session.sent, 'bucket')}: {error}",
+            f"{link.url} refused {name} after {count_of(link.session.sent, 'bucket')}: {error}",
             url=link.url,
             half_updated=half,
             hint=error.hint,
@@ -467,7 +475,7 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
         ) from error
     except TargetError as error:
         raise TargetLost(
-            f"{link.url}: lost at {what} after {count_of(link.session.sent, 'bucket')}: {error}",
+            f"{link.url}: lost at {name} after {count_of(link.session.sent, 'bucket')}: {error}",
             url=link.url,
             half_updated=half,
         ) from error

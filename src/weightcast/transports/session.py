@@ -47,8 +47,8 @@ class LinkSession:
         opening: Waits for the answer to Open.
         limit_s: Deadline of one answer, in seconds.
         moving_s: Seconds in which at least one bucket was announced and not yet taken.
-        answered_at: When each bucket was answered, as ``time.monotonic``, by index.
-        awaited: Deadline of each bucket that is not answered, by index.
+        answered_at: When buckets were answered, as ``time.monotonic``, by the index of the last of each request.
+        awaited: Deadline of those that are not answered, likewise.
     """
 
     id: str = ""
@@ -110,10 +110,10 @@ class LinkSession:
             return {by: count for by, count in both.items() if count} or {leg.by: 0}
         return {leg.by: in_buffers if reads_memory([leg.by]) else in_messages}
 
-    def took_over(self, ack: Ack | None = None) -> None:
-        """Counts a bucket that the engine has loaded.  The answer to the last bucket may answer Close too."""
+    def took_over(self, ack: Ack | None = None, count: int = 1) -> None:
+        """Counts buckets that the engine has loaded.  The answer to the last bucket may answer Close too."""
         with self._adding:
-            self.sent += 1
+            self.sent += count
             if ack is not None and ack.closed:
                 self.closed = ack
 

@@ -39,8 +39,9 @@ from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import BucketPart, Pack
 from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.messages import MAX_RUN
 from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
-from weightcast.wire.plans import hash_of
+from weightcast.wire.plans import encode_parts, hash_of
 
 log = logging.getLogger("weightcast.update.bucket_stream")
 
@@ -49,7 +50,6 @@ Progress = Callable[[int, int], None]
 _NUM_SLOTS = 2
 # A run of buckets.  After a failure ranks go on to its end, so it must not take long; a word for each costs each rank.
 _RUN_S = 0.25
-_MAX_RUN = 64
 
 
 class _Go(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +68,6 @@ _encoder = msgspec.json.Encoder()
 _go = msgspec.json.Decoder(_Go)
 _failures = msgspec.json.Decoder(dict[str, str])
 _shared = msgspec.json.Decoder(Shared)
-_all_parts = msgspec.json.Decoder(list[tuple[BucketPart, ...]])
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
 _Filled = Iterator[tuple[Bucket | None, SharedSlot | None]]
@@ -166,10 +165,13 @@ class BucketStream:
         self._packs = Packs(())
         # True if engines read buffers of other ranks than the head, so that it hears of each one that is filled.
         self._signals = bool(choice.sharings or choice.leg_hosts) and choice.receivers != (0,)
-        self._tells_parts = choice.exchanges and not choice.leg_hosts
+        # True if every rank sends its parts by itself, so that one word of the head is enough for a run of buckets.
+        self._by_itself = choice.exchanges and not choice.leg_hosts
+        # True if engine ranks know the parts of each trainer rank from the plan.
+        self._tells_parts = self._by_itself or (choice.scattered and "remote" in choice.sharings)
+        self._told: Sequence[bytes] | None = None
         self._run = 1
         self._run_began = self._heard_at = 0.0
-        self._ahead: list[list[Shared]] = []
         if earlier is not None and (earlier._use, earlier._num_mapped) == (self._use, num_mapped):
             self.plan_buckets(earlier._planned if earlier._layouts == layouts else ())
         else:
@@ -187,6 +189,7 @@ class BucketStream:
             *plan(filled, self._group, self._use),
         ]
         self._served = [ServedParts(one, checks_finite=self._checks_finite, whole=whole) for one in self._planned]
+        self._told = None
 
     @property
     def planned_bytes(self) -> int:
@@ -209,7 +212,7 @@ class BucketStream:
     def plan(self) -> SendPlan:
         """The plan of the updates to come."""
         if self._plan is None:
-            self._plan = SendPlan(self._specs, self._layouts)
+            self._plan = SendPlan(self._specs, self._layouts, self._told or ())
         return self._plan
 
     def share_ahead(self) -> list[list[Shared]]:
@@ -222,7 +225,8 @@ class BucketStream:
         if choice.leg_hosts or not (choice.scattered or choice.sharings):
             return []  # each engine rank has its own legs, which its first bucket tells
         if self._tells_parts:
-            return self.share_parts()
+            self._tell_parts()
+            return []
         found: list[list[Shared]] = []
         problem = ""
         for number in range(len(self._layouts)):
@@ -240,19 +244,13 @@ class BucketStream:
             found.append(self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or []))
         return found
 
-    def share_parts(self) -> list[list[Shared]]:
-        """The parts of each bucket that each trainer rank sends in messages, on the head.  Collective.
-
-        Ranks tell them when the buckets are planned, and again when the model was looked at again.
-        """
-        if not self._tells_parts:
-            return []
-        mine = _encoder.encode([served.parts for served in self._served])
-        told = self._group.gather_bytes(mine, timeout_s=self._wait_s)
-        if told is not None:
-            ranks = [_all_parts.decode(one) for one in told]
-            self._ahead = [[Shared(parts=parts) for parts in bucket] for bucket in zip(*ranks, strict=True)]
-        return self._ahead
+    def _tell_parts(self) -> None:
+        """Tells the head this rank's parts of every bucket, for the plan, if they were planned anew.  Collective."""
+        if not self._tells_parts or self._told is not None:
+            return
+        mine = encode_parts([served.parts for served in self._served])
+        self._told = self._group.gather_bytes(mine, timeout_s=self._wait_s) or ()
+        self._plan = None
 
     def _mine_ahead(self, number: int) -> Shared | None:
         """Handles to this rank's memory for a bucket; none in them if it is not known yet, None if it has no part."""
@@ -285,6 +283,7 @@ class BucketStream:
         The head has asked the engines what they serve, and they answer meanwhile.
         """
         self.exchange.begin()
+        self._tell_parts()
         self._heard_at = time.monotonic()
         sources = SourceSums([one.sum_places for one in self._planned]) if self._verifies else None
         filling = Filling(plan=self.plan(), sources=sources)
@@ -428,7 +427,9 @@ class BucketStream:
                     self.exchange.abort("the update failed")
                     return False
                 self.exchange.keep(go.groups)
-                end = go.end
+                end = min(go.end, len(self._layouts))
+                if head is not None and self._by_itself:
+                    self._announce(head, range(index, end))
             bucket, slot = next(filling.buckets)
             if sums_buckets and head is None and bucket is not None:
                 filling.sums.append(filling.plan.sums.of(bucket))
@@ -438,7 +439,7 @@ class BucketStream:
             else:
                 parts = self._served[index].look(bucket) if self._choice.scattered and bucket is not None else ()
                 shared = self._gather_shared(index, slot, parts, self._pack(bucket, slot, parts))
-            if head is not None and not head.failed:
+            if head is not None and not head.failed and not self._by_itself:
                 assert bucket is not None
                 so_far = self._sent_bytes[index + 1], self._sent_bytes[-1]
                 head.send(bucket, shared, so_far)
@@ -454,6 +455,13 @@ class BucketStream:
                 self.exchange.send(bucket, planned.serves_to if self._choice.leg_hosts else {"": planned.serves})
                 self._sent_since(began)
         return not exchanges or self._end_exchange()
+
+    def _announce(self, head: Head, run: range) -> None:
+        """Announces a run of buckets that every rank sends by itself."""
+        so_far = self._sent_bytes[run.stop], self._sent_bytes[-1]
+        head.announce(self._layouts[run.start : run.stop], so_far)
+        if self._progress is not None and not head.failed:
+            self._progress(*so_far)
 
     def _hear(self, index: int) -> _Go:
         """The head's word on the run that begins with a bucket.  Collective."""
@@ -478,12 +486,12 @@ class BucketStream:
         """Number of buckets until ranks hear from the head again: more, as long as a run takes little time."""
         now = time.monotonic()
         took_s, self._run_began = now - self._run_began, now
-        if self._signals or self._group.world_size == 1:
+        if self._signals or (self._group.world_size == 1 and not self._by_itself):
             return 1  # a buffer may be filled again when the head says so
         if index == 0:
             self._run = 1
         elif took_s < _RUN_S / 2:
-            self._run = min(2 * self._run, _MAX_RUN)
+            self._run = min(2 * self._run, MAX_RUN)
         elif took_s > _RUN_S:
             self._run = max(self._run // 2, 1)
         return self._run
@@ -536,8 +544,6 @@ class BucketStream:
     ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice, served = self._choice, self._served[index]
-        if self._tells_parts:
-            return self._ahead[index] if self._head is not None else []
         if not choice.sharings and not choice.leg_hosts:
             return []
         if slot is None:

@@ -33,6 +33,7 @@ from weightcast.update.update_run import UpdateRun
 from weightcast.update.verify import Verifier, WeightsChanged, check_alike
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.update.head")
@@ -234,6 +235,13 @@ class Head:
                 self._verifier.add(bucket)
             with self.run.phase("send", bucket.layout.index, so_far):
                 self.members.carriers.send(bucket, shared)
+
+    def announce(self, layouts: Sequence[BucketLayout], so_far: tuple[int, int]) -> None:
+        """Announces buckets that every trainer rank sends by itself; as ``send``."""
+        with self._notes_failure():
+            self._verifier.expect(layouts)
+            with self.run.phase("send", layouts[0].index, so_far):
+                self.members.carriers.announce(layouts)
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket; ``finish`` reports a failure."""

@@ -26,7 +26,7 @@ from weightcast.transports.plan import TargetPlan
 from weightcast.update.finite import FiniteCheck
 from weightcast.update.sessions import this_process
 from weightcast.wire.answers import Ack
-from weightcast.wire.bucket_sources import BucketPart, Source
+from weightcast.wire.bucket_sources import Source
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Prepare, Way
 from weightcast.wire.plans import UpdateTables
@@ -65,14 +65,8 @@ class Preparation:
             given = [handles_for(link, some) for some in shared] if not link.plan.near and not link.plan.reads else []
             key = way, *(id(one) for some in given for one in some)
             if key not in messages:
-                message = Prepare(
-                    plan=plan,
-                    owner=owner,
-                    verify=config.verify,
-                    way=way,
-                    parts=_parts(way, given),
-                    sources=_sources(plan, way, given),
-                )
+                sources = _sources(plan, way, given)
+                message = Prepare(plan=plan, owner=owner, verify=config.verify, way=way, sources=sources)
                 messages[key] = message, given  # kept alive, so that their ids stay their own
             if messages[key][0].sources:
                 self.mapped.append(link)
@@ -112,23 +106,13 @@ def _way_to(target: TargetPlan) -> Way:
     return "reads" if target.reads_remotely else "memory"
 
 
-def _parts(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[tuple[tuple[BucketPart, ...], ...], ...]:
-    """The parts of each bucket in the form of ``Prepare.parts``."""
-    if way not in _BY_PARTS:
-        return ()
-    return tuple(tuple(one.parts for one in some if one.parts or way == "messages") for some in given)
-
-
 def _sources(plan: UpdateTables, way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
     """The source of each bucket as ``Announce`` will have it; empty unless all buckets lie in memory already."""
     lies = (any(one.memory is not None or one.memories for one in some) for some in given)
-    if way in _BY_PARTS or not given or not all(lies):
+    if way in ("messages", "reads") or not given or not all(lies):
         return ()
     announced = zip(plan.layouts, given, strict=True)
     return tuple(announce_of("", layout, group=None, shared=some).source for layout, some in announced)
-
-
-_BY_PARTS = ("messages", "reads")
 
 
 class SendPlan:
@@ -138,8 +122,11 @@ class SendPlan:
     that it has goes with it.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout]) -> None:
-        self.tables = UpdateTables(tuple(specs), layouts, tuple(layout.size_bytes for layout in layouts))
+    def __init__(
+        self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout], told: Sequence[bytes] = ()
+    ) -> None:
+        """The arguments are those of ``UpdateTables``."""
+        self.tables = UpdateTables(tuple(specs), layouts, tuple(layout.size_bytes for layout in layouts), told)
         self.sums = PlanSums(layouts)
         self.finite = FiniteCheck()
         self._kept: list[Sequence[TensorSpec]] = []

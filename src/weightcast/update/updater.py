@@ -510,7 +510,6 @@ class WeightUpdater:
         self._exporter.prepare(self._group)
         if self._stream is not None:
             self._stream.plan_buckets()
-            self._stream.share_parts()
         self._looks_again = False
         log.info("the model is made in another way than before, so its tensors were looked at again")
 
@@ -584,8 +583,8 @@ class WeightUpdater:
 
     def _prepare(self, stream: BucketStream) -> None:
         """Works out on both sides what the first update would otherwise have to find out.  Collective."""
-        plan = stream.plan()
         shared = stream.share_ahead()
+        plan = stream.plan()
         preparing = self._head.prepare(plan, shared) if self._head is not None else None
         stream.prepare()
         checked = self._head.check_prepared(preparing) if self._head is not None and preparing is not None else None

@@ -23,6 +23,7 @@ from weightcast.update.roster import Roster
 from weightcast.update.sessions import commit_again
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 
 
 class WeightsChanged(ConfigError):
@@ -107,6 +108,11 @@ class Verifier:
             self._finite.check(bucket)
         if self._config.verify != "none":
             self._digests.add(bucket)
+
+    def expect(self, layouts: Sequence[BucketLayout]) -> None:
+        """Takes buckets that trainer ranks send by themselves, in the place of ``add``."""
+        if self._config.verify != "none":
+            self._digests.expect(layouts)
 
     def finish(self, sums: AllSums) -> Sent:
         """Compares the buckets with the trainer ranks' shards; returns the digests of what was sent, if it verifies."""

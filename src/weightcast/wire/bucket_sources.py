@@ -202,14 +202,13 @@ class MappedSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ExchangeSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="exchange"):
     """The bucket comes in messages from several members of the named group, the trainer ranks.
 
-    ``parts`` has the parts of each trainer rank, in order of rank; together they are every slot exactly once.  An
+    The plan has the parts of each trainer rank (``UpdateTables.parts``); together they are every slot exactly once.  An
     engine rank gets the boxes of them that it wants (``wire/pieces.py``), as it told at the rendezvous.
     """
 
     transport: ClassVar[str] = "direct"
 
     group: GroupName
-    parts: Annotated[tuple[BucketParts, ...], Meta(min_length=1, max_length=4096)]
 
 
 class Leg(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

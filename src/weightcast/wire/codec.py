@@ -16,12 +16,13 @@ from weightcast.errors import WireError
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.lru import Lru
 from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.bucket_sources import group_of
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.fields import decoded
+from weightcast.wire.fields import MAX_BUCKETS, PlanHash, decoded
 from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
-from weightcast.wire.messages import Announce, Message, Open, Prepare, Verbatim
-from weightcast.wire.plans import MAX_BUCKETS, PlanHash, hash_of, kept_plan, take_plan
+from weightcast.wire.messages import MAX_RUN, Announce, Message, Open, Prepare, Verbatim
+from weightcast.wire.plans import hash_of, kept_plan, take_plan
 from weightcast.wire.source_tables import decode_source, encode_source, kept_source, name_of_source
 
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
@@ -43,13 +44,21 @@ def _with(kind: Any, message: Any, **other: Any) -> Any:
 
 _Specs = Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
 _BucketIndex = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
+_Following = Annotated[int, Meta(ge=1, lt=MAX_RUN)]
 _Raws = Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
 _PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw, "sources": _Raws})
 _AnnounceForm = _form(
     Announce,
-    {"layout": BucketLayout, "plan": PlanHash, "bucket": _BucketIndex, "known_source": PlanHash, "source": msgspec.Raw},
+    {
+        "layout": BucketLayout,
+        "plan": PlanHash,
+        "bucket": _BucketIndex,
+        "following": _Following,  # their number
+        "known_source": PlanHash,
+        "source": msgspec.Raw,
+    },
 )
 _RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again; or their hash, if the other end has them.
@@ -95,6 +104,7 @@ def encode(
         rest: dict[str, Any] = {"layout": message.layout, "plan": msgspec.UNSET, "bucket": msgspec.UNSET}
         if message.plan:
             rest = {"layout": msgspec.UNSET, "plan": message.plan, "bucket": message.layout.index}
+        rest["following"] = len(message.following) or msgspec.UNSET
         name = name_of_source(message.source) if named else ""
         rest["known_source"] = name or msgspec.UNSET
         rest["source"] = msgspec.UNSET if name else encode_source(message.source)
@@ -150,16 +160,20 @@ def _announced(form: Any) -> Announce:
         raise ValueError("an Announce needs a source, or the hash of one")
     source = kept_source(form.known_source) if form.source is msgspec.UNSET else decode_source(form.source)
     if form.layout is not msgspec.UNSET:
-        if form.plan is not msgspec.UNSET or form.bucket is not msgspec.UNSET:
-            raise ValueError("an Announce has a layout, or a bucket of a plan")
+        if any(one is not msgspec.UNSET for one in (form.plan, form.bucket, form.following)):
+            raise ValueError("an Announce has a layout, or buckets of a plan")
         form.layout.check()
-        return _with(Announce, form, source=source, plan="")
+        return _with(Announce, form, source=source, plan="", following=())
     if form.plan is msgspec.UNSET or form.bucket is msgspec.UNSET:
         raise ValueError("an Announce needs a layout, or a bucket of a plan")
     layouts = kept_plan(form.plan).layouts
-    if form.bucket >= len(layouts):
-        raise ValueError(f"bucket {form.bucket}: its plan has {len(layouts)}")
-    return _with(Announce, form, source=source, layout=layouts[form.bucket])
+    last = form.bucket + (0 if form.following is msgspec.UNSET else form.following)
+    if last >= len(layouts):
+        raise ValueError(f"bucket {last}: its plan has {len(layouts)}")
+    if last > form.bucket and group_of(source) is None:
+        raise ValueError("several buckets at once come in a group")
+    first, *following = layouts[form.bucket : last + 1]
+    return _with(Announce, form, source=source, layout=first, following=tuple(following))
 
 
 def _described(data: bytes) -> EngineInfo:

@@ -11,8 +11,9 @@ from msgspec import Meta
 from weightcast.config import MAX_VERSION
 from weightcast.errors import WireError, visible
 from weightcast.watch.events import Step
-from weightcast.wire.plans import MAX_BUCKETS, PlanHash
 
+MAX_BUCKETS = 1 << 20
+PlanHash = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
 Session = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
 # No control characters: the engine's description is shown on terminals.

@@ -16,8 +16,9 @@ from msgspec import Meta
 
 from weightcast.errors import WireError
 from weightcast.wire.box import Box
+from weightcast.wire.fields import PlanHash
 from weightcast.wire.layout import MAX_TENSORS, Shape, TensorSpec
-from weightcast.wire.plans import PlanHash, hash_of
+from weightcast.wire.plans import hash_of
 
 
 class HeldPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

@@ -17,13 +17,15 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.config import PauseMode, VerifyLevel
-from weightcast.wire.bucket_sources import BucketParts, Source
+from weightcast.wire.bucket_sources import Source
 from weightcast.wire.fields import (
+    MAX_BUCKETS,
     Count,
     Digest,
     GroupName,
     Host,
     KnownTables,
+    PlanHash,
     Port,
     Rank,
     Seconds,
@@ -33,13 +35,14 @@ from weightcast.wire.fields import (
     Version,
 )
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
-from weightcast.wire.plans import MAX_BUCKETS, PlanHash, UpdateTables
+from weightcast.wire.plans import UpdateTables
 
 PROTOCOL = 9
 Way = Literal["buckets", "memory", "messages", "reads"]
 # Paths at which an engine gives chunks of its weights to another engine, and tells which boxes its ranks want.
 CHUNK = "/weightcast/chunk"
 BOXES = "/weightcast/boxes"
+MAX_RUN = 64  # buckets that one Announce names
 MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
 
 
@@ -92,8 +95,6 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         verify: Proof that the updates will ask for.
         way: How engine ranks will get their own shares: out of ``sources`` in "memory", by "messages", or by "reads"
             through NIXL; "buckets" if they will get whole buckets.
-        parts: The parts that each trainer rank will give of each bucket, as in the bucket's source; empty if that is
-            not known yet, and where ``sources`` say it.
         sources: Source of each bucket in shared memory, which engine ranks map; empty if there is no such memory, or if
             it is not known yet.  An update may come with others.
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
@@ -103,9 +104,6 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     owner: Owner | None = None
     verify: VerifyLevel
     way: Way = "buckets"
-    parts: Annotated[
-        tuple[Annotated[tuple[BucketParts, ...], Meta(max_length=4096)], ...], Meta(max_length=MAX_BUCKETS)
-    ] = ()
     sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_BUCKETS)] = ()
     known_tables: KnownTables = ()
 
@@ -151,13 +149,22 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
     """Announces a bucket: its source and its contents.  The engine answers when it has loaded the bucket.
 
-    ``plan`` is the hash of the plan whose bucket number ``layout.index`` this is; empty without a plan.
+    Attributes:
+        plan: Hash of the plan whose bucket number ``layout.index`` this is; empty without a plan.
+        following: Buckets of the plan that come next in the same group, without a message of their own.  The engine
+            answers when it has loaded the last of them.
     """
 
     session: Session
     layout: BucketLayout
     source: Source
     plan: str = ""
+    following: tuple[BucketLayout, ...] = ()
+
+    @property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """All buckets that it announces."""
+        return (self.layout, *self.following)
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):

@@ -16,10 +16,11 @@ from msgspec import Meta
 
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
+from weightcast.wire.bucket_sources import BucketPart, BucketParts
+from weightcast.wire.fields import MAX_BUCKETS
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSlot, TensorSpec
 
-MAX_BUCKETS = 1 << 20
-PlanHash = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
+MAX_TRAINERS = 1 << 16  # ranks whose parts a plan has
 _KEPT_BYTES = 256 << 20
 _TIMES_ITS_BYTES = 8  # memory of a decoded plan
 
@@ -43,30 +44,46 @@ class _Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan on the wire; ``bucket_sizes`` is as ``Open.bucket_sizes``."""
+    """A plan on the wire; ``bucket_sizes`` is as ``Open.bucket_sizes``.
+
+    ``parts`` has one list for each trainer rank, as that rank has encoded it: its parts of each bucket, in order.
+    """
 
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     buckets: Annotated[tuple[_Bucket, ...], Meta(min_length=1, max_length=MAX_BUCKETS)]
     bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
+    parts: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_TRAINERS)] = ()
 
 
 _encoder = msgspec.json.Encoder()
 _tables = msgspec.json.Decoder(Tables)
+_rank_parts = msgspec.json.Decoder(Annotated[tuple[BucketParts, ...], Meta(max_length=MAX_BUCKETS)])
+
+
+def encode_parts(parts: Sequence[Sequence[BucketPart]]) -> bytes:
+    """Encodes one trainer rank's parts of each bucket."""
+    return _encoder.encode(parts)
 
 
 class UpdateTables:
-    """The tensors of an update and their places in buckets."""
+    """The tensors of an update, their places in buckets, and which trainer rank gives which parts of them."""
 
     def __init__(
         self,
         specs: tuple[TensorSpec, ...],
         layouts: Sequence[BucketLayout],
         bucket_sizes: tuple[int, ...] = (),
+        told: Sequence[bytes] = (),
     ) -> None:
-        """Takes the tables.  Every slot is of one of the tensors; ``bucket_sizes`` is as ``Open.bucket_sizes``."""
+        """Takes the tables.
+
+        Every slot is of one of the tensors; ``bucket_sizes`` is as ``Open.bucket_sizes``.  ``told`` has the parts of
+        each trainer rank, as ``encode_parts`` returns them, if engine ranks get their shares from every rank.
+        """
         self.specs = specs
         self.layouts = tuple(layouts)
         self.bucket_sizes = bucket_sizes
+        self._told = tuple(told)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, UpdateTables) and self.hash == other.hash)
@@ -88,7 +105,19 @@ class UpdateTables:
             )
             for layout in self.layouts
         )
-        return _encoder.encode(Tables(specs=self.specs, buckets=buckets, bucket_sizes=self.bucket_sizes))
+        told = tuple(map(msgspec.Raw, self._told))
+        return _encoder.encode(Tables(specs=self.specs, buckets=buckets, bucket_sizes=self.bucket_sizes, parts=told))
+
+    @cached_property
+    def parts(self) -> Sequence[tuple[BucketParts, ...]]:
+        """For each bucket the parts of each trainer rank, in order of rank; empty if none were told."""
+        ranks = [_rank_parts.decode(one) for one in self._told]
+        short = next((rank for rank, parts in enumerate(ranks) if len(parts) != len(self.layouts)), None)
+        if short is not None:
+            raise WireError(
+                f"trainer rank {short} has parts of {len(ranks[short])} buckets, and the plan has {len(self.layouts)}"
+            )
+        return tuple(zip(*ranks, strict=True))
 
     @cached_property
     def hash(self) -> str:
@@ -98,7 +127,7 @@ class UpdateTables:
     @cached_property
     def without_sizes(self) -> UpdateTables:
         """The same plan for a sender that waits for each reply."""
-        return UpdateTables(self.specs, self.layouts)
+        return UpdateTables(self.specs, self.layouts, told=self._told)
 
 
 def kept_plan(name: str) -> UpdateTables:
@@ -149,6 +178,7 @@ def _decoded(encoded: bytes) -> UpdateTables:
         layout = BucketLayout(index=index, slots=slots, size_bytes=bucket.size_bytes)
         layout.check()
         layouts.append(layout)
-    plan = UpdateTables(specs, layouts, tables.bucket_sizes)
+    plan = UpdateTables(specs, layouts, tables.bucket_sizes, tuple(map(bytes, tables.parts)))
+    _ = plan.parts  # what is malformed is refused here
     plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, hash_of(encoded)
     return plan

@@ -97,7 +97,13 @@ class Scattered:
 
 def shares_of(relay: Relay) -> tuple[Groups, Shares]:
     groups = Groups(relay)
-    loader: Any = SimpleNamespace(copies={}, scattered=Scattered(), load_scattered=lambda *_, **__: None)
+    parts = ((BucketPart(0, (0,), (1,)),),)  # of every bucket, by the one trainer rank
+    loader: Any = SimpleNamespace(
+        copies={},
+        plan=SimpleNamespace(parts=[parts] * 8),
+        scattered=Scattered(),
+        load_scattered=lambda *_, **__: None,
+    )
     memory: Any = SimpleNamespace(close=lambda: None)
     return groups, Shares(loader, memory, cast(GroupSource, groups), CPU)
 
@@ -108,7 +114,7 @@ def bucket_of(index: int, size_bytes: int) -> BucketLayout:
 
 def take(shares: Shares, *sizes: int) -> None:
     for index, size in enumerate(sizes):
-        source = ExchangeSource(group="g", parts=((BucketPart(0, (0,), (1,)),),))
+        source = ExchangeSource(group="g")
         shares.take(bucket_of(index, size), source, timeout_s=1.0, summed=True, interrupted=lambda: False)
 
 

@@ -155,7 +155,7 @@ class Answering:
 
     async def leave(self, group: str | None) -> None: ...
 
-    async def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
+    async def ask(self, kind: str, index: int, *, timeout_s: float, buckets: range) -> None:
         if index > 0:
             await asyncio.to_thread(self._group.wait_for_abort)
             raise TargetRejected(f"{self.url}: group failed", url=self.url, status=GROUP_FAILED)
@@ -173,7 +173,7 @@ class Refusing(Answering):
         super().__init__(url, group, threading.Event())
         self._told = told
 
-    async def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
+    async def ask(self, kind: str, index: int, *, timeout_s: float, buckets: range) -> None:
         if self.accepts:
             await asyncio.to_thread(self._group.wait_for_abort)
             raise TargetRejected(f"{self.url}: its group failed", url=self.url, status=GROUP_FAILED)

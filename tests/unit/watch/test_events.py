@@ -145,7 +145,7 @@ SOURCES = [
     ("direct", ScatteredSource(buffers=(PartialBuffer(handle=HANDLE, parts=()),))),
     ("direct", RemoteSource(buffers=(RemoteBuffer(memory=REMOTE, parts=()),))),
     ("direct", MappedSource(memories=(HANDLE,), parts=())),
-    ("direct", ExchangeSource(group="g", parts=((),))),
+    ("direct", ExchangeSource(group="g")),
     ("direct", LegsSource(ranks=(RankLegs(ranks=(0,), legs=(Leg(handle=HANDLE), Leg())),), group="g")),
     ("broadcast", BroadcastSource(group="g")),
     ("ipc+broadcast", ByRankSource(near=(RanksMemory(ranks=(0,), handles=(HANDLE,)),), group="g")),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 
+import msgspec
 import pytest
 
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
 from weightcast.wire import plans
-from weightcast.wire.bucket_sources import BroadcastSource
+from weightcast.wire.bucket_sources import BroadcastSource, BucketPart, ExchangeSource, IpcSource, MemoryHandle
 from weightcast.wire.codec import decode, encode
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Announce, Open, Owner
-from weightcast.wire.plans import UnknownPlan, UpdateTables
+from weightcast.wire.plans import UnknownPlan, UpdateTables, encode_parts
 
 SPECS = tuple(TensorSpec(name=f"t{number}", dtype="float32", shape=(number + 1, 4)) for number in range(40))
 
@@ -41,6 +42,29 @@ def open_of(plan: UpdateTables | None) -> Open:
 def announce_of(opened: Open, plan: UpdateTables, index: int) -> Announce:
     source = BroadcastSource(group="g")
     return Announce(session=opened.session, layout=plan.layouts[index], source=source, plan=plan.hash)
+
+
+def run_of(opened: Open, plan: UpdateTables, *indices: int) -> Announce:
+    first, *following = (plan.layouts[index] for index in indices)
+    source = ExchangeSource(group="g")
+    return Announce(session=opened.session, layout=first, following=tuple(following), source=source, plan=plan.hash)
+
+
+def told_parts(plan: UpdateTables, ranks: int) -> list[bytes]:
+    """What trainer ranks tell that have whole slots in turn."""
+    return [
+        encode_parts(
+            [
+                [
+                    BucketPart(number, (0, 0), slot.spec.shape)
+                    for number, slot in enumerate(layout.slots)
+                    if number % ranks == rank
+                ]
+                for layout in plan.layouts
+            ]
+        )
+        for rank in range(ranks)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +99,57 @@ def test_layouts_of_a_known_plan_are_the_same_objects_in_every_update():
     assert isinstance(first, Announce)
     assert isinstance(second, Announce)
     assert first.layout is second.layout
+
+
+def test_one_message_announces_a_run_of_buckets():
+    plan = plan_of()
+    opened = open_of(plan)
+    decode(encode(opened))
+    for run in ((0,), (1, 2), tuple(range(len(plan.layouts)))):
+        body = encode(run_of(opened, plan, *run))
+        assert len(body) < 250
+        told = decode(body)
+        assert isinstance(told, Announce)
+        assert told.layouts == tuple(plan.layouts[index] for index in run)
+
+
+def test_a_run_that_no_sender_makes_is_refused():
+    plan = plan_of()
+    opened = open_of(plan)
+    decode(encode(opened))
+    body = json.loads(encode(run_of(opened, plan, 0, 1)))
+    for change in (
+        {"following": len(plan.layouts)},
+        {"following": 0},
+        {"following": 64},
+        {"source": {"type": "ipc", "handles": []}},
+        {"layout": json.loads(encode(msgspec.structs.replace(run_of(opened, plan, 0), plan="")))["layout"]},
+    ):
+        with pytest.raises(WireError):
+            decode(json.dumps(body | change).encode())
+    memory = IpcSource(handles=(MemoryHandle(kind="shm", device="cpu", size_bytes=1, token="t", pid=1, fd=3),))
+    with pytest.raises(WireError, match="several buckets at once come in a group"):
+        decode(encode(msgspec.structs.replace(run_of(opened, plan, 0, 1), source=memory)))
+
+
+def test_the_parts_of_all_trainer_ranks_come_with_the_plan():
+    plan = plan_of()
+    parted = UpdateTables(plan.specs, plan.layouts, told=told_parts(plan, 3))
+    assert parted.hash not in (plan.hash, UpdateTables(plan.specs, plan.layouts, told=told_parts(plan, 2)).hash)
+    opened = decode(encode(open_of(parted)))
+    assert isinstance(opened, Open)
+    assert opened.plan is not None
+    assert plan.parts == ()
+    for layout, ranks in zip(plan.layouts, opened.plan.parts, strict=True):
+        assert len(ranks) == 3
+        assert sorted(part.slot for parts in ranks for part in parts) == list(range(len(layout.slots)))
+
+
+@pytest.mark.parametrize("told", [b"[]", b"[[]]", b"[[[0]]]", b'"x"', b"7"])
+def test_parts_of_other_buckets_than_the_plan_has_are_refused(told):
+    plan = plan_of()
+    with pytest.raises(WireError):
+        decode(encode(open_of(UpdateTables(plan.specs, plan.layouts, told=[*told_parts(plan, 1), told]))))
 
 
 def test_a_process_that_forgot_the_plan_says_so_and_takes_it_again(monkeypatch: pytest.MonkeyPatch):

@@ -13,11 +13,13 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import TargetRejected, WireError
 from weightcast.protocols import Adapter, Invitation, Meeting
 from weightcast.wire.answers import UNKNOWN_PLAN
+from weightcast.wire.bucket_sources import ExchangeSource
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing
 from weightcast.wire.messages import (
     Abort,
+    Announce,
     Leave,
     Message,
     Open,
@@ -79,6 +81,14 @@ class NativeAdapter(Adapter):
         ack = yield from self._told("apply", message, known=known)
         self._sources[layout.index] = name
         return ack
+
+    def messages(self, session: str, layouts: Sequence[BucketLayout], *, group: str) -> Steps:
+        """As ``Adapter.messages``."""
+        first, *following = layouts
+        source = ExchangeSource(group=group)
+        return self._apply(
+            Announce(session=session, layout=first, following=tuple(following), source=source, plan=self._plan)
+        )
 
     def _apply(self, message: Message) -> Steps:
         return self._told("apply", message, known=False)
