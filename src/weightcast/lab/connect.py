@@ -11,7 +11,7 @@ from typing import Unpack
 
 from weightcast.config import DirectBy
 from weightcast.update.arguments import Model, Targets, UpdateOptions, config_of
-from weightcast.update.bucket_stream import Progress
+from weightcast.update.head import Progress
 from weightcast.update.updater import WeightUpdater
 
 

@@ -21,7 +21,7 @@ from weightcast.protocols import Exporter
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.update.bucket_stream import BucketStream, Filling
-from weightcast.update.head import Head
+from weightcast.update.follower import Follower
 from weightcast.update.messages import AttemptResult
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import gather_ends
@@ -57,18 +57,14 @@ class Attempts:
         self._events = events
         self._trimmed = False
 
-    def send(self, head: Head | None, stream: BucketStream) -> SentBuckets | AttemptResult:
-        """Fills and sends every bucket of an attempt; the result if it failed before.
-
-        ``head`` is None on other ranks.
-        """
+    def send(self, head: Follower, stream: BucketStream) -> SentBuckets | AttemptResult:
+        """Fills and sends every bucket of an attempt; the result if it failed before."""
         kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
         # Later on, training would have to fault in again what it keeps in its heap from step to step.
         peak = PeakMemory(self._exporter.device, trim=not self._trimmed)
         self._trimmed = True
         with self._breaks_off(head), peak, gc_paused():
-            if head is not None:
-                head.look_ahead()
+            head.look_ahead()
             filling = stream.begin()
             result = self._open(head, stream, filling)
             if result.failure is not None or result.again:
@@ -76,68 +72,58 @@ class Attempts:
             sums = stream.send(filling, sums_buckets=result.sums_buckets)
             return SentBuckets(sums, kept_bytes + peak.extra_bytes)
 
-    def taken(self, head: Head | None) -> bool:
+    def taken(self, head: Follower) -> bool:
         """Waits until every engine has taken every bucket; False if one has not, which ``finish`` reports."""
         with self._breaks_off(head), gc_paused():
-            if head is not None:
-                head.drain()
-            failed = head is not None and head.failed
-            return self._group.broadcast_bytes(b"no" if failed else b"yes", timeout_s=self._ranks.wait_s) == b"yes"
+            head.drain()
+            taken = b"no" if head.failed else b"yes"
+            return self._group.broadcast_bytes(taken, timeout_s=self._ranks.wait_s) == b"yes"
 
-    def finish(
-        self, sent: SentBuckets, head: Head | None, stream: BucketStream, *, repeats: bool = True
-    ) -> AttemptResult:
+    def finish(self, sent: SentBuckets, head: Follower, stream: BucketStream, *, repeats: bool = True) -> AttemptResult:
         """Proves and commits what was sent.
 
         If the result has ``again``, another attempt follows.  If it has a ``plan``, that needs another stream.  Without
         ``repeats`` it has neither: the weights may be others by now.
         """
         with self._breaks_off(head), gc_paused():
-            result = AttemptResult()
-            if head is not None:
-                result = head.finish(sent.sums, repeats=repeats)
-                if head.failed:
-                    stream.abort("the update failed")
+            result = head.finish(sent.sums, repeats=repeats)
+            if head.failed:
+                stream.abort("the update failed")
         try:
             return self._conclude(result, head, stream, sent)
         except TrainerRankFailed as error:
-            if head is None or not head.run.switched:
+            report = head.report()
+            if report is None or not head.switched:
                 raise
-            raise UpdateFailed(f"the engines have switched, but {error}", report=head.report()) from error
+            raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
 
     @contextmanager
-    def _breaks_off(self, head: Head | None) -> Generator[None]:
+    def _breaks_off(self, head: Follower) -> Generator[None]:
         try:
             yield
         except BaseException as error:
             if self._group.world_size > 1:  # the other ranks would wait for this rank
                 self._group.abort(f"{type(error).__name__}: {error}")
-            if head is not None:
-                head.break_off(error)
+            head.break_off(error)
             raise
 
-    def _open(self, head: Head | None, stream: BucketStream, filling: Filling) -> AttemptResult:
+    def _open(self, head: Follower, stream: BucketStream, filling: Filling) -> AttemptResult:
         """Opens the sessions and makes the groups; every rank has heard the result."""
-        result = AttemptResult()
-        if head is not None:
-            head.begin_open(filling.plan)
+        head.begin_open(filling.plan)
         stream.start(filling)
-        if head is not None:
-            result = head.open(filling.plan)
-            if result.boxes == stream.boxes:
-                result = msgspec.structs.replace(result, boxes=None)
+        result = head.open(filling.plan)
+        if result.boxes == stream.boxes:
+            result = msgspec.structs.replace(result, boxes=None)
         result = self._ranks.hear(result)
         if result.boxes is not None:
             stream.use_boxes(result.boxes)
         if result.invited:
             stream.meet(result.invited)
-            if head is not None:
-                result = head.after_meeting(msgspec.structs.replace(result, invited=()))
-            result = self._ranks.hear(result)
+            result = self._ranks.hear(head.after_meeting(msgspec.structs.replace(result, invited=())))
         return result
 
     def _conclude(
-        self, result: AttemptResult, head: Head | None, stream: BucketStream, sent: SentBuckets
+        self, result: AttemptResult, head: Follower, stream: BucketStream, sent: SentBuckets
     ) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
 
@@ -165,24 +151,19 @@ class Attempts:
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
         return msgspec.structs.replace(result, report=report.with_timeline(timeline))
 
-    def _find_differing(self, sums: AllSums, head: Head | None, stream: BucketStream) -> AttemptResult:
+    def _find_differing(self, sums: AllSums, head: Follower, stream: BucketStream) -> AttemptResult:
         """Finds the tensors of which the trainer ranks' sums differ, and fails the attempt."""
-        result = AttemptResult()
         with self._breaks_off(head):
             found = find_differing(sums, self._group, timeout_s=self._ranks.wait_s)
-            if head is not None:
-                result = head.differ(found)
-                stream.abort("the update failed")
+            result = head.differ(found)
+            stream.abort("the update failed")
         return self._ranks.hear(result)
 
-    def _score(self, head: Head | None) -> AttemptResult:
+    def _score(self, head: Follower) -> AttemptResult:
         mine, why, began = list[float](), "", time.monotonic()
         try:
             mine = self._exporter.logprobs(_PROBE_TOKENS)
         except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
             why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
-        result = AttemptResult()
-        if head is not None:
-            head.run.add_phase("verify", time.monotonic() - began)
-            result = head.compare(_PROBE_TOKENS, mine, why)
-        return self._ranks.hear(result)
+        head.add_phase("verify", time.monotonic() - began)
+        return self._ranks.hear(head.compare(_PROBE_TOKENS, mine, why))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -31,7 +31,7 @@ from weightcast.transports.plan import UpdatePlan
 from weightcast.update.bucket_memory import planned_bytes
 from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
-from weightcast.update.head import Head
+from weightcast.update.follower import Follower
 from weightcast.update.packs import Packs
 from weightcast.update.prepare import SendPlan
 from weightcast.update.served_parts import MappedShares, ServedParts
@@ -44,8 +44,6 @@ from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
 from weightcast.wire.plans import encode_parts, hash_of
 
 log = logging.getLogger("weightcast.update.bucket_stream")
-
-Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
 # A run of buckets.  After a failure ranks go on to its end, so it must not take long; a word for each costs each rank.
@@ -103,7 +101,7 @@ class BucketStream:
         layouts: Sequence[BucketLayout],
         group: TrainerGroup,
         choice: UpdatePlan,
-        head: Head | None,
+        head: Follower,
         *,
         specs: Sequence[TensorSpec],
         num_mapped: int = 0,
@@ -111,7 +109,6 @@ class BucketStream:
         check_finite: bool,
         wait_s: float,
         timeout_s: float,
-        progress: Progress | None = None,
         events: Events,
         earlier: BucketStream | None = None,
     ) -> None:
@@ -123,7 +120,6 @@ class BucketStream:
             verifies: True if the sums of this rank's shards are needed.
             check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
-            progress: Callback on the head after each bucket, with bytes sent and bytes in all; for tests.
             earlier: The stream of the membership before; its plans are used if they fit.
         """
         self._exporter = exporter
@@ -143,7 +139,6 @@ class BucketStream:
         self._verifies = verifies
         # Ranks that send to engine ranks themselves may wait a whole deadline for these before they come.
         self._wait_s = max(wait_s, timeout_s + margin_s(timeout_s)) if choice.exchanges else wait_s
-        self._progress = progress
         self._events = events
         self._checks_finite = choice.scattered and check_finite
         sizes = (sum(slot.size_bytes for slot in layout.slots) for layout in layouts)
@@ -334,7 +329,7 @@ class BucketStream:
     def _patience(self) -> Generator[None]:
         """Lets a rank that is ahead in its run wait for the head, which may wait a whole deadline for an engine."""
         group, before = self._group, self._group.timeout_s
-        if self._head is None and not self._signals:
+        if not self._head.leads and not self._signals:
             group.timeout_s = max(before, self._wait_s)
         try:
             yield
@@ -343,12 +338,7 @@ class BucketStream:
 
     def meet(self, invited: Sequence[Invited]) -> None:
         """Joins groups of all trainer ranks and engine ranks; the head notes what fails.  Collective."""
-        failures: Mapping[str, str] = {}
-        if self._head is not None:
-            self._head.meet(self.exchange)
-        else:
-            failures = self.exchange.join(invited)
-        self._tell_failures(failures)
+        self._tell_failures(self._head.meet(self.exchange, invited))
 
     def use_boxes(self, boxes: Sequence[bytes]) -> None:
         """Packs short runs from now on for engine ranks that read this rank's buffers.
@@ -412,8 +402,7 @@ class BucketStream:
             bucket = next(buckets)
             ended = time.monotonic()
             self._events.step_ended("gather", began, ended, bucket=layout.index)
-            if self._head is not None:
-                self._head.run.add_phase("gather", ended - began)
+            self._head.add_phase("gather", ended - began)
             yield bucket, slot
 
     def _send_each(self, filling: Filling, *, sums_buckets: bool) -> bool:
@@ -428,10 +417,10 @@ class BucketStream:
                     return False
                 self.exchange.keep(go.groups)
                 end = min(go.end, len(self._layouts))
-                if head is not None and self._by_itself:
-                    self._announce(head, range(index, end))
+                if self._by_itself:
+                    head.announce(self._layouts[index:end], (self._sent_bytes[end], self._sent_bytes[-1]))
             bucket, slot = next(filling.buckets)
-            if sums_buckets and head is None and bucket is not None:
+            if sums_buckets and not head.leads and bucket is not None:
                 filling.sums.append(filling.plan.sums.of(bucket))
             mapped = layout.index < self._num_mapped
             if mapped:
@@ -439,15 +428,11 @@ class BucketStream:
             else:
                 parts = self._served[index].look(bucket) if self._choice.scattered and bucket is not None else ()
                 shared = self._gather_shared(index, slot, parts, self._pack(bucket, slot, parts))
-            if head is not None and not head.failed and not self._by_itself:
-                assert bucket is not None
-                so_far = self._sent_bytes[index + 1], self._sent_bytes[-1]
-                head.send(bucket, shared, so_far)
-                if self._progress is not None and not head.failed:
-                    self._progress(*so_far)
+            if not self._by_itself:
+                head.send(bucket, shared, (self._sent_bytes[index + 1], self._sent_bytes[-1]))
             if mapped and not self._sums_ahead and filling.sources is not None:
                 self._planned[index].sum_own(filling.sources.takers[index])
-            if exchanges and head is not None and head.failed:
+            if exchanges and head.failed:
                 self.exchange.abort("the update failed")  # the others may wait for engine ranks
             elif exchanges and bucket is not None:
                 began = time.monotonic()
@@ -456,30 +441,19 @@ class BucketStream:
                 self._sent_since(began)
         return not exchanges or self._end_exchange()
 
-    def _announce(self, head: Head, run: range) -> None:
-        """Announces a run of buckets that every rank sends by itself."""
-        so_far = self._sent_bytes[run.stop], self._sent_bytes[-1]
-        head.announce(self._layouts[run.start : run.stop], so_far)
-        if self._progress is not None and not head.failed:
-            self._progress(*so_far)
-
     def _hear(self, index: int) -> _Go:
         """The head's word on the run that begins with a bucket.  Collective."""
         if self._choice.exchanges and index:
             self._tell_failures()
-        head, word = self._head, b""
-        if head is not None and head.failed:
-            word = _encoder.encode(_Go(0))
-        elif head is not None:
-            word = _encoder.encode(_Go(index + self._run_from(index), tuple(head.members.carriers.members)))
-        go = _go.decode(self._group.broadcast_bytes(word, timeout_s=self._left_s))
+        word = _Go(0) if self._head.failed else _Go(index + self._run_from(index), self._head.groups)
+        go = _go.decode(self._group.broadcast_bytes(_encoder.encode(word), timeout_s=self._left_s))
         self._heard_at = time.monotonic()
         return go
 
     @property
     def _left_s(self) -> float:
         """Deadline of a wait for the head: what this rank did since it heard from it counts as waiting."""
-        since_s = time.monotonic() - self._heard_at if self._head is None else 0.0
+        since_s = 0.0 if self._head.leads else time.monotonic() - self._heard_at
         return max(self._wait_s - since_s, self._wait_s / 2)
 
     def _run_from(self, index: int) -> int:
@@ -502,8 +476,7 @@ class BucketStream:
         self.exchange.drain()
         self._sent_since(began)
         self._tell_failures()
-        head = self._head
-        go = b"go" if head is None or not head.failed else b"stop"
+        go = b"stop" if self._head.failed else b"go"
         if self._group.broadcast_bytes(go, timeout_s=self._left_s) != b"go":
             self.exchange.abort("the update failed")
             return False
@@ -511,14 +484,13 @@ class BucketStream:
 
     def _sent_since(self, began: float) -> None:
         """Adds the time of this rank's messages, and of waits for their readers, to the update's phases."""
-        if self._head is not None:
-            self._head.run.add_phase("send", time.monotonic() - began)
+        self._head.add_phase("send", time.monotonic() - began)
 
     def _tell_failures(self, failures: Mapping[str, str] | None = None) -> None:
         """Tells the head in which groups each rank's messages failed, unless ``failures`` are given."""
         failed = self.exchange.failures if failures is None else dict(failures)
         gathered = self._group.gather_bytes(_encoder.encode(failed), timeout_s=self._left_s)
-        if self._head is not None and gathered is not None:
+        if gathered is not None:
             self._head.exchange_failed([_failures.decode(one) for one in gathered])
 
     def _pack_bytes(self, layout: BucketLayout) -> int:

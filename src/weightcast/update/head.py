@@ -7,10 +7,11 @@ returns an ``AttemptResult``, which ``update/updater.py`` tells to every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+from weightcast.comm.rendezvous import Invited
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target
 from weightcast.digest.sent import replicas_differ
@@ -19,10 +20,12 @@ from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, Wei
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import only_its_group, raise_together, run_each, start_each, together
 from weightcast.transports.link import Link, leave_all
+from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.preflight import check_not_older, error_if_unproven
 from weightcast.update.choose import Planner
 from weightcast.update.culprits import culprits_of, suspects_of
 from weightcast.update.exchange import Exchange
+from weightcast.update.follower import Follower
 from weightcast.update.members import Members
 from weightcast.update.messages import AttemptResult, Failure
 from weightcast.update.prepare import Preparation, SendPlan
@@ -38,11 +41,12 @@ from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.update.head")
 
+Progress = Callable[[int, int], None]
+
 _REPEATS = 2  # of an attempt in which a group failed and no target is to blame
-FOLLOW_DEADLINES = 6  # other trainer ranks wait this many deadlines, because they cannot see what the head waits for
 
 
-class Head:
+class Head(Follower):
     """The attempts of one update after the other.
 
     Attributes:
@@ -50,10 +54,23 @@ class Head:
         run: The update that was begun last.
     """
 
+    leads = True
+
     def __init__(
-        self, targets: Sequence[Target], roster: Roster, planner: Planner, events: Events | None = None
+        self,
+        targets: Sequence[Target],
+        roster: Roster,
+        planner: Planner,
+        events: Events | None = None,
+        *,
+        progress: Progress | None = None,
     ) -> None:
-        """Asks nothing yet; the targets are members of the roster."""
+        """Asks nothing yet; the targets are members of the roster.
+
+        ``progress`` is called with bytes sent and bytes in all, after each bucket or run of buckets; for tests.
+        """
+        self._progress = progress
+        self._preparing: Preparation | None = None
         self._events = events if events is not None else Events()
         self._config = planner.config
         self._exporter = planner.exporter
@@ -77,23 +94,32 @@ class Head:
         plan = self.members.choose(first=self._roster.current is None)
         return AttemptResult(plan=plan, served=self.members.served)
 
-    def prepare(self, plan: SendPlan, shared: Sequence[Sequence[Shared]]) -> Preparation:
+    def use(self, plan: UpdatePlan) -> None:
+        """As ``Members.use``."""
+        self.members.use(plan)
+
+    def prepare(self, plan: SendPlan, shared: Sequence[Sequence[Shared]]) -> None:
         """Hands the plan of the updates to come to every chosen target, and works out what the head compares.
 
         ``shared`` is as ``BucketStream.share_ahead`` returns it.
         """
         links = self.members.planned
-        preparing = Preparation(links, plan.tables, self._config, shared)
-        self._mapped = preparing.mapped
+        self._preparing = Preparation(links, plan.tables, self._config, shared)
+        self._mapped = self._preparing.mapped
         self._verifier.prepare(plan, links)
-        return preparing
 
-    def check_prepared(self, preparing: Preparation) -> AttemptResult:
+    def check_prepared(self) -> AttemptResult:
         """Waits for the engines' work on the plan, and refuses those that cannot prove all that the caller asks for."""
+        assert self._preparing is not None
+        preparing, self._preparing = self._preparing, None
         found = together(error_if_unproven(link, ack, self._config) for link, ack in preparing.wait())
         if not isinstance(found, WeightcastError):
             return AttemptResult()
         return AttemptResult(failure=Failure.of(ConfigError(str(found), hint=found.hint)))
+
+    def meet_ahead(self) -> None:
+        """As ``Members.meet_ahead``."""
+        self.members.meet_ahead()
 
     def begin(
         self,
@@ -196,11 +222,12 @@ class Head:
             boxes=wanted_boxes(links, self._config),
         )
 
-    def meet(self, exchange: Exchange) -> None:
-        """Joins the groups of all trainer ranks and engine ranks to which the others are ``invited``."""
+    def meet(self, exchange: Exchange, invited: Sequence[Invited]) -> Mapping[str, str]:
+        """Joins the groups to which the others are ``invited``; ``after_meeting`` reports what fails."""
         carriers = self.members.carriers
         with self._notes_failure(), self.run.phase("open"):
             carriers.lose(exchange.use(carriers.join()))
+        return {}
 
     def after_meeting(self, result: AttemptResult) -> AttemptResult:
         """Returns ``result`` if all have joined."""
@@ -221,20 +248,44 @@ class Head:
             self._failure = error
 
     @property
+    def switched(self) -> bool:
+        """True once an engine may have switched."""
+        return self.run.switched
+
+    @property
+    def version(self) -> int:
+        """Version of the update that was begun last."""
+        return self.run.version
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """URLs of the targets."""
+        return tuple(link.url for link in self.members.links)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups in which trainer ranks send by themselves."""
+        return tuple(self.members.carriers.members)
+
+    @property
     def failed(self) -> bool:
         """True once a bucket could not be sent."""
         return self._failure is not None
 
-    def send(self, bucket: Bucket, shared: Sequence[Shared], so_far: tuple[int, int] = (0, 0)) -> None:
-        """Digests and sends a bucket; ``finish`` reports a failure.
+    def send(self, bucket: Bucket | None, shared: Sequence[Shared], so_far: tuple[int, int] = (0, 0)) -> None:
+        """Digests and sends a bucket, unless one has failed; ``finish`` reports a failure.
 
         ``so_far`` is ``StepEnded.sent_bytes`` and ``total_bytes`` with this bucket.
         """
+        if self.failed:
+            return
+        assert bucket is not None
         with self._notes_failure():
             with self.run.phase("pack", bucket.layout.index):
                 self._verifier.add(bucket)
             with self.run.phase("send", bucket.layout.index, so_far):
                 self.members.carriers.send(bucket, shared)
+        self._tell_progress(so_far)
 
     def announce(self, layouts: Sequence[BucketLayout], so_far: tuple[int, int]) -> None:
         """Announces buckets that every trainer rank sends by itself; as ``send``."""
@@ -242,6 +293,11 @@ class Head:
             self._verifier.expect(layouts)
             with self.run.phase("send", layouts[0].index, so_far):
                 self.members.carriers.announce(layouts)
+        self._tell_progress(so_far)
+
+    def _tell_progress(self, so_far: tuple[int, int]) -> None:
+        if self._progress is not None and not self.failed:
+            self._progress(*so_far)
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket; ``finish`` reports a failure."""
@@ -326,6 +382,10 @@ class Head:
             for link in self.run.targets:
                 link.broke_off(reason, whole=False)
 
+    def release(self) -> None:
+        """Asks the targets to unmap the trainer's memory."""
+        leave_all(self.members.links)
+
     def close(self, staying: Collection[Link] = ()) -> None:
         """Closes the transport on both sides; safe to call twice.  Notes of those ``staying`` wait for a report."""
         end_sessions(self.members.links, self._roster, "the trainer closes its connections")
@@ -394,6 +454,10 @@ class Head:
         cause = Failure.of(error)
         failure = Failure(error=UpdateFailed.__name__, text=f"{text}{words}", hint=error.hint, failures=(cause,))
         return AttemptResult(failure=failure, report=report)
+
+    def add_phase(self, name: str, seconds: float) -> None:
+        """As ``UpdateRun.add_phase``."""
+        self.run.add_phase(name, seconds)
 
     def report(self) -> UpdateReport:
         """Reports the update as it is now, as ``UpdateRun.report``."""

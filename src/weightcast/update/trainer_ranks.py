@@ -6,7 +6,7 @@ import msgspec
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import TrainerRankFailed, WeightcastError
-from weightcast.update.head import FOLLOW_DEADLINES
+from weightcast.update.follower import FOLLOW_DEADLINES
 from weightcast.update.messages import AttemptResult, Failure
 
 _NEXT = "the next call of the updater"

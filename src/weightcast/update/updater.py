@@ -27,7 +27,6 @@ from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport, count_of
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.transports.health import TargetHealth
-from weightcast.transports.link import leave_all
 from weightcast.transports.plan import UpdatePlan
 from weightcast.update.arguments import (
     Model,
@@ -43,10 +42,11 @@ from weightcast.update.arguments import (
 )
 from weightcast.update.attempts import Attempts, SentBuckets
 from weightcast.update.bucket_memory import check_planned_bytes, free_bytes_of
-from weightcast.update.bucket_stream import BucketStream, Progress
+from weightcast.update.bucket_stream import BucketStream
 from weightcast.update.choose import Planner
 from weightcast.update.finite import checks_finite
-from weightcast.update.head import Head
+from weightcast.update.follower import Follower
+from weightcast.update.head import Head, Progress
 from weightcast.update.messages import AttemptResult, Failure, RankDevice, least_free_bytes
 from weightcast.update.pending import PendingUpdate
 from weightcast.update.recognise import recognise_on_loop
@@ -108,7 +108,7 @@ class WeightUpdater:
         if not self._group.is_head:
             connecting.silence()
         self._ranks = TrainerRanks(self._group, timeout_s=config.timeout_s)
-        self._head: Head | None = None
+        self._head: Follower = Follower()
         self._stream: BucketStream | None = None
         self._roster: Roster | None = None
         self._closed = False
@@ -133,8 +133,7 @@ class WeightUpdater:
             tell_targets(self._events, self.health)
         except BaseException as error:
             self._end_waits_of_others(error)
-            if self._head is not None:
-                self._head.close()
+            self._head.close()
             if self._roster is not None:
                 self._roster.close()
             if self._stream is not None:
@@ -312,12 +311,10 @@ class WeightUpdater:
 
     def _begin(self, number: int, *, counts_on: bool) -> None:
         """Begins an update, when every rank has come.  Collective."""
-        if self._head is not None:
-            self._head.begin(number, counts_on=counts_on)
+        self._head.begin(number, counts_on=counts_on)
         if not self._enter():
             self._choose_anew()
-            if self._head is not None:
-                self._head.begin(number, counts_on=counts_on)
+            self._head.begin(number, counts_on=counts_on)
 
     def retarget(self, targets: Targets, *, catch_up: bool = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
@@ -358,7 +355,7 @@ class WeightUpdater:
                 self._choose(leaving=before)
         except BaseException:
             self._targets, self._plan = before, plan
-            if not self._settled and self._head is not None:
+            if not self._settled:
                 self._head.close()  # while it still knows the clients of the new targets
             raise
         finally:
@@ -367,13 +364,13 @@ class WeightUpdater:
             tell_targets(self._events, self.health)
         if not catch_up:
             return None
-        result = self._ranks.hear(self._head.begin_catch_up() if self._head is not None else AttemptResult())
+        result = self._ranks.hear(self._head.begin_catch_up())
         if result.failure is not None:
             raise self._all_heard(result.failure.rebuild())
         if not result.again:
             return None
 
-        report = self._watch(self._head.run.version if self._head is not None else 0).run(self._transact)
+        report = self._watch(self._head.version).run(self._transact)
         assert isinstance(report, UpdateReport)
         return report
 
@@ -388,8 +385,7 @@ class WeightUpdater:
 
     def _let_go(self) -> None:
         self._enter(looks=False)  # it needs no weights
-        if self._head is not None:
-            leave_all(self._head.members.links)
+        self._head.release()
         if self._stream is not None:
             self._stream.release()
         self._ranks.hear(AttemptResult())
@@ -422,8 +418,7 @@ class WeightUpdater:
                 rest.callback(self._stream.close)
             if self._roster is not None:
                 rest.callback(self._roster.close)
-            if self._head is not None:
-                rest.callback(self._head.close)
+            rest.callback(self._head.close)
 
     def __enter__(self) -> Self:
         return self
@@ -475,14 +470,13 @@ class WeightUpdater:
             self._group.abort(f"{type(error).__name__}: {error}".rstrip(": "))
 
     def _watch(self, version: int) -> WatchedUpdate:
-        head = self._head
         return WatchedUpdate(
             self._events,
             version=version,
             transport=self.transport,
-            targets=tuple(target.url for target in self._targets) if head is not None else (),
+            targets=self._head.urls,
             health=self.health,
-            report=lambda: self._head.report() if self._head is not None else None,
+            report=self._head.report,
         )
 
     def _enter(self, *, looks: bool = True) -> bool:
@@ -526,7 +520,7 @@ class WeightUpdater:
         except WeightcastError as error:
             if error is not self._heard:
                 raise
-            result = self._ranks.hear(before.fail(error) if before is not None else AttemptResult())
+            result = self._ranks.hear(before.fail(error))
             assert result.failure is not None
             raise self._all_heard(result.failure.rebuild(result.report)) from error
 
@@ -537,7 +531,7 @@ class WeightUpdater:
         free_bytes = free_bytes_of(device) + held
         seat = RankDevice(device_uuid(device), free_bytes, settings_here(device))
         places = self._group.gather_bytes(msgspec.json.encode(seat))
-        result, head, layouts = AttemptResult(), None, list[BucketLayout]()
+        result, follower, layouts = AttemptResult(), Follower(), list[BucketLayout]()
         if self._group.is_head:
             assert places is not None
             seats = [msgspec.json.decode(place, type=RankDevice) for place in places]
@@ -551,7 +545,9 @@ class WeightUpdater:
                     )
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
-                head = Head(self._targets, self._roster, self._planner(seats), self._events)
+                follower = head = Head(
+                    self._targets, self._roster, self._planner(seats), self._events, progress=self._progress
+                )
                 result = head.choose()
                 self._roster.check_one_engine_each()
                 assert result.plan is not None
@@ -563,10 +559,9 @@ class WeightUpdater:
             raise self._all_heard(result.failure.rebuild())
         assert result.plan is not None
         self._settled = False
-        if self._head is not None:
-            # Engines unmap the buffers that are freed next, and map the new ones after that.
-            self._head.close(self._roster.links if self._roster is not None else ())
-        self._head, self._served = head, result.served
+        # Engines unmap the buffers that are freed next, and map the new ones after that.
+        self._head.close(self._roster.links if self._roster is not None else ())
+        self._head, self._served = follower, result.served
         self._prepare(self._use(result.plan, layouts))
         self._settled = True
 
@@ -585,14 +580,12 @@ class WeightUpdater:
         """Works out on both sides what the first update would otherwise have to find out.  Collective."""
         shared = stream.share_ahead()
         plan = stream.plan()
-        preparing = self._head.prepare(plan, shared) if self._head is not None else None
+        self._head.prepare(plan, shared)
         stream.prepare()
-        checked = self._head.check_prepared(preparing) if self._head is not None and preparing is not None else None
-        result = self._ranks.hear(checked if checked is not None else AttemptResult())
+        result = self._ranks.hear(self._head.check_prepared())
         if result.failure is not None:
             raise self._all_heard(result.failure.rebuild())
-        if self._head is not None:
-            self._head.members.meet_ahead()
+        self._head.meet_ahead()
 
     def _use(self, plan: UpdatePlan, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
         """Makes the stream of buckets for the head's plan, with layouts that are known already.  Collective."""
@@ -600,8 +593,7 @@ class WeightUpdater:
         if earlier is not None:
             earlier.close()  # other targets and transports may need other buffers
         self._plan = plan
-        if self._head is not None:
-            self._head.members.use(plan)
+        self._head.use(plan)
         num_mapped = 0
         if plan.mapped:
             travelling = plan.travelling(self._specs)
@@ -619,7 +611,6 @@ class WeightUpdater:
             check_finite=checks_finite(self._config, self._exporter.device),
             wait_s=self._ranks.wait_s,
             timeout_s=self._config.timeout_s,
-            progress=self._progress,
             events=self._events,
             earlier=earlier,
         )
@@ -640,8 +631,7 @@ class WeightUpdater:
                 self._settled, began = False, time.monotonic()
                 self._use(result.plan)  # a transport gave way
                 self._settled = True
-                if self._head is not None:
-                    self._head.run.add_phase("recover", time.monotonic() - began)
+                self._head.add_phase("recover", time.monotonic() - began)
             elif not result.again:
                 return self._ended(result)
 
