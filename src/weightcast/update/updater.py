@@ -476,7 +476,7 @@ class WeightUpdater:
             transport=self.transport,
             targets=self._head.urls,
             health=self.health,
-            report=self._head.report,
+            report=lambda: self._head.report(),  # another one may take its place
         )
 
     def _enter(self, *, looks: bool = True) -> bool:
