@@ -95,7 +95,7 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
 
         # -- an update that the trainer breaks off half way: one engine keeps its version, the other one has none
         assert updater._stream is not None
-        updater._stream._progress = fail
+        updater._head._progress = fail
         with pytest.raises(Fails):
             updater.update(version=2)
         trainer, kept, lost = read(exporter), *map(read, urls)
@@ -112,7 +112,7 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
         assert lost["weightcast_engine_state", "tiny", "serving"] == 0
 
         # -- an update that is refused before anything moves
-        updater._stream._progress = None
+        updater._head._progress = None
         with pytest.raises(WeightcastError, match="older"):
             updater.update(version=0)
         assert read(exporter)["weightcast_updates_finished_total", "failed"] == 2

@@ -64,7 +64,7 @@ def progress(done, total):
     count += 1
     if count == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-updater._stream._progress = progress
+updater._head._progress = progress
 updater.update()
 """
 
