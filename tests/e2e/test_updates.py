@@ -434,7 +434,11 @@ def _update_with_a_size_of_its_own(urls: list[str], version: int, transport: str
             report = updater.update(version=version)
             stream = updater._stream
             assert stream is not None
-            return updater.bucket_bytes, report.bucket_bytes, max(layout.size_bytes for layout in stream._layouts)
+            return (
+                updater.bucket_bytes,
+                report.bucket_bytes,
+                max(layout.size_bytes for layout in stream.buckets.layouts),
+            )
     finally:
         bucket_memory.default_bucket_bytes = default
 
@@ -460,7 +464,7 @@ def test_a_small_model_takes_no_more_memory_than_it_has_bytes(engines, transport
         report = updater.update(version=version)
         stream = updater._stream
         assert stream is not None
-        held = stream.buffer_bytes
+        held = stream.buckets.buffer_bytes
     size = sum(tensor.nbytes for tensor in model.parameters())
     assert report.ok
     assert report.buckets == 1

@@ -59,7 +59,7 @@ class Attempts:
 
     def send(self, head: Follower, stream: BucketStream) -> SentBuckets | AttemptResult:
         """Fills and sends every bucket of an attempt; the result if it failed before."""
-        kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
+        kept_bytes = stream.buckets.buffer_bytes  # buffers of an earlier update count too
         # Later on, training would have to fault in again what it keeps in its heap from step to step.
         peak = PeakMemory(self._exporter.device, trim=not self._trimmed)
         self._trimmed = True
@@ -112,11 +112,11 @@ class Attempts:
         head.begin_open(filling.plan)
         stream.start(filling)
         result = head.open(filling.plan)
-        if result.boxes == stream.boxes:
+        if result.boxes == stream.buckets.boxes:
             result = msgspec.structs.replace(result, boxes=None)
         result = self._ranks.hear(result)
         if result.boxes is not None:
-            stream.use_boxes(result.boxes)
+            stream.buckets.use_boxes(result.boxes)
         if result.invited:
             stream.meet(result.invited)
             result = self._ranks.hear(head.after_meeting(msgspec.structs.replace(result, invited=())))
@@ -145,7 +145,7 @@ class Attempts:
         report = msgspec.structs.replace(
             result.report,
             peak_extra_bytes=peak_bytes,
-            planned_extra_bytes=stream.planned_bytes,
+            planned_extra_bytes=stream.buckets.planned_bytes,
             bucket_bytes=stream.bucket_bytes,
         )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))

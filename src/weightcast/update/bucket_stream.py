@@ -10,42 +10,35 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import msgspec
 import torch
 
 from weightcast.comm.rendezvous import Invited
-from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
+from weightcast.comm.shared_buckets import Shared, SharedSlot
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import AllSums, SourceSums
-from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters import all_sums
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import BucketUse, Exporter, Lying, PlannedBucket
+from weightcast.protocols import Exporter, Lying
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.transports.plan import UpdatePlan
-from weightcast.update.bucket_memory import planned_bytes
 from weightcast.update.exchange import Exchange
-from weightcast.update.finite import check_parts_finite
 from weightcast.update.follower import Follower
-from weightcast.update.packs import Packs
 from weightcast.update.prepare import SendPlan
-from weightcast.update.served_parts import MappedShares, ServedParts
+from weightcast.update.rank_buckets import NUM_SLOTS, RankBuckets
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import BucketPart, Pack
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import MAX_RUN
-from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
-from weightcast.wire.plans import encode_parts, hash_of
+from weightcast.wire.plans import encode_parts
 
 log = logging.getLogger("weightcast.update.bucket_stream")
 
-_NUM_SLOTS = 2
 # A run of buckets.  After a failure ranks go on to its end, so it must not take long; a word for each costs each rank.
 _RUN_S = 0.25
 
@@ -91,9 +84,13 @@ class Filling:
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
 
-# Over 350 lines: what is known of a bucket before an update and what happens to it then is about the same buffers.
 class BucketStream:
-    """The buffers of one membership, and the way of each bucket through them.  Every trainer rank has one."""
+    """The loop over the buckets of one membership, in step with the other trainer ranks.  Every rank has one.
+
+    Attributes:
+        buckets: This rank's buckets.
+        exchange: Its messages to engine ranks.
+    """
 
     def __init__(
         self,
@@ -122,29 +119,28 @@ class BucketStream:
             wait_s: Deadline of one wait for another trainer rank, in seconds.
             earlier: The stream of the membership before; its plans are used if they fit.
         """
-        self._exporter = exporter
         self._specs = specs
-        self._layouts = layouts
-        self._num_mapped = num_mapped
         self._group = group
         self._choice = choice
-        self._use = BucketUse(
-            receivers=choice.receivers,
-            scattered=choice.scattered,
-            reading_hosts=choice.reading_hosts,
-            leg_hosts=choice.leg_hosts,
-            sums=verifies,
+        self._device = exporter.device
+        self.buckets = RankBuckets(
+            exporter,
+            layouts,
+            group,
+            choice,
+            num_mapped=num_mapped,
+            verifies=verifies,
+            check_finite=check_finite,
+            earlier=earlier.buckets if earlier is not None else None,
         )
         self._head = head
         self._verifies = verifies
         # Ranks that send to engine ranks themselves may wait a whole deadline for these before they come.
         self._wait_s = max(wait_s, timeout_s + margin_s(timeout_s)) if choice.exchanges else wait_s
         self._events = events
-        self._checks_finite = choice.scattered and check_finite
         sizes = (sum(slot.size_bytes for slot in layout.slots) for layout in layouts)
         self._sent_bytes = list(itertools.accumulate(sizes, initial=0))  # by the number of buckets that were sent
         self._plan: SendPlan | None = None
-        self._slots: list[SharedSlot] = []
         self.exchange = Exchange(
             rank=group.rank,
             num_trainers=group.world_size,
@@ -153,11 +149,7 @@ class BucketStream:
             chains=choice.chains,
             host=group.hosts[group.rank],
         )
-        self._mapped = MappedShares(exporter.device)
-        self.boxes: tuple[bytes, ...] = ()
-        self._names: tuple[str, ...] = ()
         self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
-        self._packs = Packs(())
         # True if engines read buffers of other ranks than the head, so that it hears of each one that is filled.
         self._signals = bool(choice.sharings or choice.leg_hosts) and choice.receivers != (0,)
         # True if every rank sends its parts by itself, so that one word of the head is enough for a run of buckets.
@@ -167,47 +159,21 @@ class BucketStream:
         self._told: Sequence[bytes] | None = None
         self._run = 1
         self._run_began = self._heard_at = 0.0
-        if earlier is not None and (earlier._use, earlier._num_mapped) == (self._use, num_mapped):
-            self.plan_buckets(earlier._planned if earlier._layouts == layouts else ())
-        else:
-            self.plan_buckets()
 
-    def plan_buckets(self, planned: Sequence[PlannedBucket] = ()) -> None:
-        """Plans every bucket: at first, and whenever the model was looked at again.
-
-        ``planned`` are the same buckets, if they are known from an earlier membership.
-        """
-        mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
-        plan, whole = self._exporter.plan, self._group.world_size == 1
-        self._planned = planned or [
-            *plan(mapped, self._group, replace(self._use, copies=False)),
-            *plan(filled, self._group, self._use),
-        ]
-        self._served = [ServedParts(one, checks_finite=self._checks_finite, whole=whole) for one in self._planned]
+    def plan_buckets(self) -> None:
+        """Plans every bucket again, for a model that was looked at again."""
+        self.buckets.plan()
         self._told = None
-
-    @property
-    def planned_bytes(self) -> int:
-        """Extra memory of this rank at its peak, in bytes, as planned; 0 if that is not known."""
-        layouts = self._layouts[self._num_mapped :]
-        planned = planned_bytes(self._exporter, layouts, world_size=self._group.world_size)
-        packs = max(map(self._pack_bytes, layouts), default=0)
-        return planned + packs * min(_NUM_SLOTS, len(layouts)) if planned else 0
 
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket in bytes, as it was chosen."""
         return self._choice.bucket_bytes
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffers that this rank holds at the moment."""
-        return sum(slot.data.numel() for slot in self._slots)
-
     def plan(self) -> SendPlan:
         """The plan of the updates to come."""
         if self._plan is None:
-            self._plan = SendPlan(self._specs, self._layouts, self._told or ())
+            self._plan = SendPlan(self._specs, self.buckets.layouts, self._told or ())
         return self._plan
 
     def share_ahead(self) -> list[list[Shared]]:
@@ -224,53 +190,31 @@ class BucketStream:
             return []
         found: list[list[Shared]] = []
         problem = ""
-        for number in range(len(self._layouts)):
+        for number in range(len(self.buckets.layouts)):
             mine: Shared | None = None
             try:
-                mine = self._mine_ahead(number) if not problem else None
+                mine = self.buckets.ahead(number) if not problem else None
             except ConfigError as error:
                 problem = str(error)
                 log.info("engines map this rank's memory in the first update, if they can: %s", problem)
-            if number < self._num_mapped:
+            if number < self.buckets.num_mapped:
                 found.append(self._gather_mapped(mine))
                 continue
-            served = self._served[number]
-            data = served.encoded(mine, served.parts if choice.scattered else ()) if mine is not None else b""
-            found.append(self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or []))
+            data = self.buckets.encoded_ahead(number, mine)
+            found.append(self._shared_by(self._gather(data) or []))
         return found
 
     def _tell_parts(self) -> None:
         """Tells the head this rank's parts of every bucket, for the plan, if they were planned anew.  Collective."""
         if not self._tells_parts or self._told is not None:
             return
-        mine = encode_parts([served.parts for served in self._served])
-        self._told = self._group.gather_bytes(mine, timeout_s=self._wait_s) or ()
+        mine = encode_parts(self.buckets.parts)
+        self._told = self._gather(mine) or ()
         self._plan = None
-
-    def _mine_ahead(self, number: int) -> Shared | None:
-        """Handles to this rank's memory for a bucket; none in them if it is not known yet, None if it has no part."""
-        if number < self._num_mapped:
-            return self._mapped.share(self._mapped.look(self._planned[number]))
-        if "weightcast" not in self._choice.sharings:
-            return Shared()
-        self._make_slots()
-        slot = self._slot(number)
-        return slot.share(opens=0) if slot is not None else None
 
     def prepare(self) -> None:
         """Works out the steps of every bucket, without reading or moving weights."""
-        exporter = self._exporter
-        if self._verifies or exporter.device.type == "cuda":  # where copies are launches of the same kernel
-            prepare_kernels(exporter.device, size_bytes=self._sent_bytes[-1])
-        for number, (planned, served) in enumerate(zip(self._planned, self._served, strict=True)):
-            if self._verifies:
-                planned.sum_places.prepare()
-            if number < self._num_mapped:
-                planned.prepare(None)
-                continue
-            served.prepare()
-            slot = self._slot(number)
-            planned.prepare(slot.data if slot is not None else None)
+        self.buckets.prepare(size_bytes=self._sent_bytes[-1])
 
     def begin(self) -> Filling:
         """Begins one attempt, with the weights as they lie now.  Collective: every trainer rank calls it.
@@ -280,12 +224,11 @@ class BucketStream:
         self.exchange.begin()
         self._tell_parts()
         self._heard_at = time.monotonic()
-        sources = SourceSums([one.sum_places for one in self._planned]) if self._verifies else None
+        sources = SourceSums([one.sum_places for one in self.buckets.planned]) if self._verifies else None
         filling = Filling(plan=self.plan(), sources=sources)
-        mapped = self._planned[: self._num_mapped]
-        filling.lying = [self._look_at_mapped(planned) for planned in mapped]
+        filling.lying = self.buckets.look()
         if self._sums_ahead and sources is not None:
-            for planned, taker in zip(mapped, sources.takers, strict=False):
+            for planned, taker, _ in zip(self.buckets.planned, sources.takers, filling.lying, strict=False):
                 planned.sum_own(taker)
         return filling
 
@@ -295,11 +238,11 @@ class BucketStream:
         The head gets the handles to what engines read in place.  Where no other rank is needed, the first buckets are
         filled: one on the host, as many as there are on a GPU.
         """
-        filling.mapped = [self._gather_mapped(self._mapped.share(lying)) for lying in filling.lying]
+        filling.mapped = [self._gather_mapped(self.buckets.share(lying)) for lying in filling.lying]
         buckets = self._fill(filling)
-        ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
+        ahead = NUM_SLOTS if self._device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
-        if self._group.world_size > 1 or self._num_mapped or "remote" in self._choice.sharings:
+        if self._group.world_size > 1 or filling.lying or "remote" in self._choice.sharings:
             ahead = 0
         first = list(islice(buckets, ahead))
         filling.buckets = chain(first, buckets)
@@ -310,7 +253,7 @@ class BucketStream:
 
         A host sums while they read, since they would wait for it.
         """
-        return self._exporter.device.type == "cuda"
+        return self._device.type == "cuda"
 
     def send(self, filling: Filling, *, sums_buckets: bool) -> AllSums:
         """Sends all buckets.  Collective: every trainer rank calls it.
@@ -340,20 +283,6 @@ class BucketStream:
         """Joins groups of all trainer ranks and engine ranks; the head notes what fails.  Collective."""
         self._tell_failures(self._head.meet(self.exchange, invited))
 
-    def use_boxes(self, boxes: Sequence[bytes]) -> None:
-        """Packs short runs from now on for engine ranks that read this rank's buffers.
-
-        ``boxes`` has one ``encode_wanted`` for each kind of engine rank.
-        """
-        self.boxes = tuple(boxes)
-        self._names = tuple(map(hash_of, boxes))
-        self._packs = Packs([decode_wanted(one) for one in boxes], read=True)
-        self._free_slots()  # other packs may need larger buffers
-
-    def release(self) -> None:
-        """Forgets the handles to this rank's own memory."""
-        self._mapped.forget()
-
     def abort(self, reason: str) -> None:
         """Ends the messages to engine ranks after a failure."""
         self.exchange.abort(reason)
@@ -361,45 +290,25 @@ class BucketStream:
     def close(self) -> None:
         """Frees the buffers; safe to call twice."""
         self.exchange.close()
-        self._mapped.forget()
-        self._free_slots()
-
-    def _free_slots(self) -> None:
-        for served in self._served:
-            served.forget()
-        for slot in self._slots:
-            slot.close()
-        self._slots.clear()
-
-    def _make_slots(self) -> None:
-        """Allocates this rank's buffers, if it has any, unless they are there."""
-        layouts = self._layouts[self._num_mapped :]
-        if self._group.rank in self._use.receivers and layouts and not self._slots:
-            size = max(layout.size_bytes + self._pack_bytes(layout) for layout in layouts)
-            count = min(_NUM_SLOTS, len(layouts))
-            self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.sharings)
-
-    def _slot(self, index: int) -> SharedSlot | None:
-        """The buffer of a bucket; None if this rank has none."""
-        return self._slots[(index - self._num_mapped) % len(self._slots)] if self._slots else None
+        self.buckets.forget()
+        self.buckets.free()
 
     def _fill(self, filling: Filling) -> _Filled:
         """Fills each bucket into its slot; yields None and None on a rank that only contributes shards."""
-        for layout in self._layouts[: self._num_mapped]:  # nothing is filled
+        buckets, first = self.buckets, self.buckets.num_mapped
+        for layout in buckets.layouts[:first]:  # nothing is filled
             yield Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")), None
-        layouts = self._layouts[self._num_mapped :]
-        self._make_slots()
-        slots = [slot.data for slot in self._slots] if self._group.rank in self._use.receivers else None
-        takers = filling.sources.takers[self._num_mapped :] if filling.sources is not None else None
-        buckets = bucketize(self._planned[self._num_mapped :], slots, takers)
-        for number, layout in enumerate(layouts):
-            slot = self._slot(self._num_mapped + number)
+        made = buckets.make_slots()
+        takers = filling.sources.takers[first:] if filling.sources is not None else None
+        filled = bucketize(buckets.planned[first:], None if made is None else [slot.data for slot in made], takers)
+        for layout in buckets.layouts[first:]:
+            slot = buckets.slot(layout.index)
             if slot is not None:
                 waits = time.monotonic()
                 slot.reclaim()
                 self._sent_since(waits)
             began = time.monotonic()
-            bucket = next(buckets)
+            bucket = next(filled)
             ended = time.monotonic()
             self._events.step_ended("gather", began, ended, bucket=layout.index)
             self._head.add_phase("gather", ended - began)
@@ -407,36 +316,32 @@ class BucketStream:
 
     def _send_each(self, filling: Filling, *, sums_buckets: bool) -> bool:
         """Sends one bucket after the other; False, the same on every rank, if one could not be sent."""
-        head, exchanges, end = self._head, self._choice.exchanges, 0
+        head, buckets, exchanges, end = self._head, self.buckets, self._choice.exchanges, 0
         self._heard_at = time.monotonic()
-        for index, layout in enumerate(self._layouts):
+        for index in range(len(buckets.layouts)):
             if index == end:
                 go = self._hear(index)
                 if not go.end:
                     self.exchange.abort("the update failed")
                     return False
                 self.exchange.keep(go.groups)
-                end = min(go.end, len(self._layouts))
+                end = min(go.end, len(buckets.layouts))
                 if self._by_itself:
-                    head.announce(self._layouts[index:end], (self._sent_bytes[end], self._sent_bytes[-1]))
+                    head.announce(buckets.layouts[index:end], (self._sent_bytes[end], self._sent_bytes[-1]))
             bucket, slot = next(filling.buckets)
             if sums_buckets and not head.leads and bucket is not None:
                 filling.sums.append(filling.plan.sums.of(bucket))
-            mapped = layout.index < self._num_mapped
-            if mapped:
-                parts, shared = (), filling.mapped[index]
-            else:
-                parts = self._served[index].look(bucket) if self._choice.scattered and bucket is not None else ()
-                shared = self._gather_shared(index, slot, parts, self._pack(bucket, slot, parts))
+            mapped = index < buckets.num_mapped
+            shared = filling.mapped[index] if mapped else self._gather_shared(buckets.handle(index, bucket, slot))
             if not self._by_itself:
                 head.send(bucket, shared, (self._sent_bytes[index + 1], self._sent_bytes[-1]))
             if mapped and not self._sums_ahead and filling.sources is not None:
-                self._planned[index].sum_own(filling.sources.takers[index])
+                buckets.planned[index].sum_own(filling.sources.takers[index])
             if exchanges and head.failed:
                 self.exchange.abort("the update failed")  # the others may wait for engine ranks
             elif exchanges and bucket is not None:
                 began = time.monotonic()
-                planned = self._planned[index]
+                planned = buckets.planned[index]
                 self.exchange.send(bucket, planned.serves_to if self._choice.leg_hosts else {"": planned.serves})
                 self._sent_since(began)
         return not exchanges or self._end_exchange()
@@ -493,50 +398,11 @@ class BucketStream:
         if gathered is not None:
             self._head.exchange_failed([_failures.decode(one) for one in gathered])
 
-    def _pack_bytes(self, layout: BucketLayout) -> int:
-        """Bytes of a bucket's packs, and of the gap before them."""
-        if not self.boxes:
-            return 0
-        return ALIGNMENT_BYTES + self._packs.plan(layout, self._planned[layout.index].serves).packed_bytes
-
-    def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[BucketPart, ...]) -> tuple[Pack, ...]:
-        """Puts short runs together behind the bucket, for engine ranks that read this rank's buffer."""
-        if not self.boxes or bucket is None or slot is None or not parts:
-            return ()
-        layout = bucket.layout
-        plan = self._packs.plan(layout, self._planned[layout.index].serves)
-        first = -(-layout.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._packs.pack(bucket, plan, slot.data[first : first + plan.packed_bytes])
-        return tuple(
-            Pack(wanted=name, first_byte=first + start) for name, start in zip(self._names, plan.starts, strict=True)
-        )
-
-    def _gather_shared(
-        self, index: int, slot: SharedSlot | None, parts: tuple[BucketPart, ...], packs: tuple[Pack, ...] = ()
-    ) -> list[Shared]:
+    def _gather_shared(self, mine: bytes) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
-        choice, served = self._choice, self._served[index]
-        if not choice.sharings and not choice.leg_hosts:
+        if not self._choice.sharings and not self._choice.leg_hosts:
             return []
-        if slot is None:
-            mine = b""
-        elif choice.leg_hosts:
-            # Engine ranks elsewhere get messages out of the same buffer.
-            mine = _encoder.encode(msgspec.structs.replace(slot.share(opens=0), legs=served.legs))
-        else:
-            shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
-            mine = served.encoded(shared, parts, packs)
-        gathered = self._group.gather_bytes(mine, timeout_s=self._wait_s) if self._signals else [mine]
-        return self._shared_by(gathered or [])
-
-    def _look_at_mapped(self, planned: PlannedBucket) -> Lying:
-        """This rank's parts where they lie; ConfigError if one cannot be read there, and NotFinite."""
-        lying = self._mapped.look(planned)
-        if self._checks_finite:
-            specs = [(planned.layout.slots[number].spec, view) for number, _, view in lying.views()]
-            cast = {spec.name: spec.torch_dtype for spec, view in specs if spec.torch_dtype != view.dtype}
-            check_parts_finite([(spec.name, view) for spec, view in specs], cast)
-        return lying
+        return self._shared_by((self._gather(mine) if self._signals else [mine]) or [])
 
     def _gather_mapped(self, mine: Shared | None) -> list[Shared]:
         """Gathers the handles to all ranks' own memory on the head; ``mine`` is None if this rank cannot give any."""
@@ -545,11 +411,15 @@ class BucketStream:
         if mine is not None and (self._mine is None or self._mine[0] is not mine):
             self._mine = mine, msgspec.json.encode(mine)
         data = self._mine[1] if mine is not None and self._mine is not None else b""
-        return self._shared_by(self._group.gather_bytes(data, timeout_s=self._wait_s) or [])
+        return self._shared_by(self._gather(data) or [])
+
+    def _gather(self, data: bytes) -> list[bytes] | None:
+        """What every rank gives, on the head; None elsewhere.  Collective."""
+        return self._group.gather_bytes(data, timeout_s=self._wait_s)
 
     def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:
         """The handles that trainer ranks sent, in order of rank, with the host where they can be opened."""
-        hosts = self._group.hosts if self._use.reading_hosts or self._use.leg_hosts else ()
+        hosts = self._group.hosts if self._choice.reading_hosts or self._choice.leg_hosts else ()
         return [_shared_of(item, hosts[rank] if hosts else "") for rank, item in enumerate(gathered) if item]
 
 

@@ -387,7 +387,7 @@ class WeightUpdater:
         self._enter(looks=False)  # it needs no weights
         self._head.release()
         if self._stream is not None:
-            self._stream.release()
+            self._stream.buckets.forget()
         self._ranks.hear(AttemptResult())
 
     def health(self) -> tuple[TargetHealth, ...]:
@@ -495,7 +495,7 @@ class WeightUpdater:
         try:
             self._exporter.look_again()
             if self._stream is not None:
-                check_planned_bytes(self._config, self._stream.planned_bytes)
+                check_planned_bytes(self._config, self._stream.buckets.planned_bytes)
         except WeightcastError as error:
             problem = error
         failure = self._ranks.agree(problem)
@@ -527,7 +527,7 @@ class WeightUpdater:
     def _choose(self, *, leaving: Sequence[Target] = ()) -> None:
         """Makes the head's choices, which every rank hears.  If it is broken off later on, nothing is settled."""
         device = self._exporter.device
-        held = self._stream.buffer_bytes if self._stream is not None else 0  # freed before others are allocated
+        held = self._stream.buckets.buffer_bytes if self._stream is not None else 0  # freed before others are allocated
         free_bytes = free_bytes_of(device) + held
         seat = RankDevice(device_uuid(device), free_bytes, settings_here(device))
         places = self._group.gather_bytes(msgspec.json.encode(seat))

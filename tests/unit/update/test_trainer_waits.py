@@ -11,6 +11,7 @@ import torch
 from weightcast.transports.link import margin_s
 from weightcast.transports.plan import TargetPlan, UpdatePlan
 from weightcast.update.bucket_stream import BucketStream
+from weightcast.update.follower import Follower
 
 TIMEOUT_S = 3.0
 
@@ -32,16 +33,22 @@ class Group:
         return [payload, payload]
 
 
+class FailedHead(Follower):
+    """A head whose update has failed already."""
+
+    leads = True
+    failed = True  # pyright: ignore[reportAssignmentType]
+
+
 @pytest.mark.parametrize(("buckets", "waits"), [(0, 2), (1, 1)])
 def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(buckets: int, waits: int) -> None:
-    run = SimpleNamespace(add_phase=lambda *_: None)
-    group, head = Group(), SimpleNamespace(failed=True, run=run, exchange_failed=lambda *_: None)
+    group = Group()
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {
         "exporter": SimpleNamespace(device=torch.device("cpu"), plan=lambda *_: []),
         "choice": UpdatePlan(targets=(TargetPlan(carriers=("group",), gathers=False),)),
         "group": group,
-        "head": head,
+        "head": FailedHead(),
         "events": SimpleNamespace(),
         "specs": (),
     }
