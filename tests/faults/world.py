@@ -36,7 +36,7 @@ from tests.helpers.harness import Engine, children, next_version, num_fds
 from tests.helpers.ranks import Ranks
 from weightcast import Target
 from weightcast.transports.link import margin_s
-from weightcast.update.head import FOLLOW_DEADLINES
+from weightcast.update.follower import FOLLOW_DEADLINES
 
 PATIENCE_S = 3.0  # added to the longest allowed wait, for a busy machine
 
