@@ -432,13 +432,8 @@ def _update_with_a_size_of_its_own(urls: list[str], version: int, transport: str
     try:
         with WeightUpdater.connect(model, urls, transport=transport, timeout_s=30.0) as updater:
             report = updater.update(version=version)
-            stream = updater._stream
-            assert stream is not None
-            return (
-                updater.bucket_bytes,
-                report.bucket_bytes,
-                max(layout.size_bytes for layout in stream.buckets.layouts),
-            )
+            layouts = updater._fleet.stream.buckets.layouts
+            return updater.bucket_bytes, report.bucket_bytes, max(layout.size_bytes for layout in layouts)
     finally:
         bucket_memory.default_bucket_bytes = default
 
@@ -462,9 +457,7 @@ def test_a_small_model_takes_no_more_memory_than_it_has_bytes(engines, transport
     model = trainer_of(version)
     with WeightUpdater.connect(model, [engines.one.url], transport=transport) as updater:
         report = updater.update(version=version)
-        stream = updater._stream
-        assert stream is not None
-        held = stream.buckets.buffer_bytes
+        held = updater._fleet.stream.buckets.buffer_bytes
     size = sum(tensor.nbytes for tensor in model.parameters())
     assert report.ok
     assert report.buckets == 1

@@ -17,6 +17,7 @@ from tests.helpers.metrics import Series, series
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
 from tests.helpers.tracing import plain, spans_in_memory, tree
 from weightcast import WeightcastError, WeightUpdater
+from weightcast.lab.connect import connect
 from weightcast.watch import Event, PrometheusMetrics
 from weightcast.watch.events import Asked, UpdateEnded
 
@@ -49,11 +50,6 @@ class Fails(Exception):
     """The trainer's own code failed in the middle of an update."""
 
 
-def fail(done: int, total: int) -> None:
-    if total / 2 < done < total:  # the first bucket has been answered by then
-        raise Fails
-
-
 def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
     model, (safe, bare), _ = world
     metrics = PrometheusMetrics(port=0)
@@ -63,8 +59,14 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
     before = [read(url) for url in urls]
     served = before[0]["weightcast_engine_version", "tiny"]
     assert served != 1
+    breaks_off = False
 
-    with WeightUpdater.connect(model, urls, transport="ipc", on_event=[metrics, told.append], **OPTIONS) as updater:
+    def progress(done: int, total: int) -> None:
+        if breaks_off and total / 2 < done < total:  # the first bucket has been answered by then
+            raise Fails
+
+    listeners = [metrics, told.append]
+    with connect(model, urls, progress=progress, transport="ipc", on_event=listeners, **OPTIONS) as updater:
         exporter = f"http://127.0.0.1:{metrics.port}"
         assert read(exporter)["weightcast_targets", "joining"] == 2
 
@@ -94,8 +96,7 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
                 assert engine["weightcast_engine_update_seconds_count", "tiny", phase, "ipc"] == 1
 
         # -- an update that the trainer breaks off half way: one engine keeps its version, the other one has none
-        assert updater._stream is not None
-        updater._head._progress = fail
+        breaks_off = True
         with pytest.raises(Fails):
             updater.update(version=2)
         trainer, kept, lost = read(exporter), *map(read, urls)
@@ -112,7 +113,7 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
         assert lost["weightcast_engine_state", "tiny", "serving"] == 0
 
         # -- an update that is refused before anything moves
-        updater._head._progress = None
+        breaks_off = False
         with pytest.raises(WeightcastError, match="older"):
             updater.update(version=0)
         assert read(exporter)["weightcast_updates_finished_total", "failed"] == 2

@@ -54,18 +54,16 @@ import torch
 from tests.engines.test_vllm_lora import adapted
 from tests.helpers.tiny import tiny_model
 from tests.engines.test_vllm_cpu import SIZES
-from weightcast import Target, WeightUpdater
+from weightcast.lab.connect import connect
 url, folder = sys.argv[1:]
 model = adapted(tiny_model(folder, seed=0, **SIZES), seed=9)
-updater = WeightUpdater.connect(model, [Target(url)], adapter="alice", bucket_bytes=4096, timeout_s=20.0)
 count = 0
 def progress(done, total):
     global count
     count += 1
     if count == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-updater._head._progress = progress
-updater.update()
+connect(model, url, progress=progress, adapter="alice", bucket_bytes=4096, timeout_s=20.0).update()
 """
 
 

@@ -31,4 +31,4 @@ def connect(
             listeners may not, and may talk to engines.
     """
     config = replace(config_of(options), direct_by=direct_by)
-    return WeightUpdater._connect(model, targets, options, config, progress)  # pyright: ignore[reportPrivateUsage]
+    return WeightUpdater(model, targets, options, config, progress)

@@ -176,6 +176,21 @@ def targets_of(targets: Targets) -> tuple[Target, ...]:
     return known
 
 
+def source_of(
+    model: Model, options: UpdateOptions, wire_dtype: str | None
+) -> tuple[Exporter, Callable[[], None], AdapterRequest | None]:
+    """Returns an exporter for what engines get, the function that closes it, and the request for an adapter, if any."""
+    adapter, draft = options.get("adapter"), options.get("draft")
+    if adapter is not None and draft is not None:
+        raise ConfigError("an adapter has no draft", hint="give connect adapter= or draft=")
+    if adapter is not None:
+        return adapter_of(model, adapter, wire_dtype)
+    exporter, release = exporter_of(model, wire_dtype)
+    if draft is not None:
+        exporter, release = with_draft(exporter, release, draft, wire_dtype)
+    return exporter, release, None
+
+
 def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callable[[], None]]:
     """Returns an exporter for a model, and the function that closes it; ConfigError if there is none.
 

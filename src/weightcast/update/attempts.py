@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import AllSums
 from weightcast.errors import TrainerRankFailed, UpdateFailed
 from weightcast.exporters.all_sums import find_differing
 from weightcast.protocols import Exporter
+from weightcast.report import UpdateReport
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.update.bucket_stream import BucketStream, Filling
-from weightcast.update.follower import Follower
+from weightcast.update.bucket_stream import Filling
+from weightcast.update.fleet import Fleet
 from weightcast.update.messages import AttemptResult
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import gather_ends
@@ -44,53 +44,93 @@ class SentBuckets:
 
 
 class Attempts:
-    """Runs the attempts of one update after the other.
+    """Runs the updates that the head has begun.
 
-    Every trainer rank calls each method, and all return the same result; the head's report has the timeline as well.
-    TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that was after the switch.
+    Every trainer rank calls each method, and all return the same report, or raise the same error; the head's report has
+    the timeline as well.  TrainerRankFailed says that another trainer rank failed; on the head UpdateFailed, if that
+    was after the switch.
     """
 
-    def __init__(self, exporter: Exporter, group: TrainerGroup, ranks: TrainerRanks, events: Events) -> None:
+    def __init__(self, exporter: Exporter, fleet: Fleet, ranks: TrainerRanks, events: Events) -> None:
         self._exporter = exporter
-        self._group = group
+        self._fleet = fleet
+        self._group = ranks.group
         self._ranks = ranks
         self._events = events
         self._trimmed = False
 
-    def send(self, head: Follower, stream: BucketStream) -> SentBuckets | AttemptResult:
+    def run(self) -> UpdateReport:
+        """Runs an update to its end."""
+        while (report := self._ended(self._send())) is None:
+            pass
+        return report
+
+    def run_until_sent(self) -> SentBuckets | UpdateReport:
+        """Runs an update until every engine has taken every bucket; returns the report if it ended before."""
+        while True:
+            sent = self._send()
+            if isinstance(sent, SentBuckets) and self._taken():
+                return sent
+            if (report := self._ended(sent)) is not None:
+                return report
+
+    def finish(self, sent: SentBuckets) -> UpdateReport:
+        """Ends an update in which every engine has taken every bucket, while the weights change."""
+        report = self._ended(sent, repeats=False)
+        assert report is not None
+        return report
+
+    def _ended(self, sent: SentBuckets | AttemptResult, *, repeats: bool = True) -> UpdateReport | None:
+        """Ends an attempt, and the update with it; None if another attempt follows."""
+        result = self._finish(sent, repeats=repeats) if isinstance(sent, SentBuckets) else sent
+        if result.plan is not None:
+            self._fleet.replan(result.plan)
+        if result.again:
+            return None
+        if result.report is not None:
+            self._fleet.note_served(result.report)
+        if (error := self._ranks.error_in(result)) is not None:
+            raise error
+        assert result.report is not None
+        return result.report
+
+    def _send(self) -> SentBuckets | AttemptResult:
         """Fills and sends every bucket of an attempt; the result if it failed before."""
+        head, stream = self._fleet.head, self._fleet.stream
         kept_bytes = stream.buckets.buffer_bytes  # buffers of an earlier update count too
         # Later on, training would have to fault in again what it keeps in its heap from step to step.
         peak = PeakMemory(self._exporter.device, trim=not self._trimmed)
         self._trimmed = True
-        with self._breaks_off(head), peak, gc_paused():
+        with self._breaks_off(), peak, gc_paused():
             head.look_ahead()
             filling = stream.begin()
-            result = self._open(head, stream, filling)
+            result = self._open(filling)
             if result.failure is not None or result.again:
                 return result
             sums = stream.send(filling, sums_buckets=result.sums_buckets)
             return SentBuckets(sums, kept_bytes + peak.extra_bytes)
 
-    def taken(self, head: Follower) -> bool:
+    def _taken(self) -> bool:
         """Waits until every engine has taken every bucket; False if one has not, which ``finish`` reports."""
-        with self._breaks_off(head), gc_paused():
+        head = self._fleet.head
+        with self._breaks_off(), gc_paused():
             head.drain()
             taken = b"no" if head.failed else b"yes"
             return self._group.broadcast_bytes(taken, timeout_s=self._ranks.wait_s) == b"yes"
 
-    def finish(self, sent: SentBuckets, head: Follower, stream: BucketStream, *, repeats: bool = True) -> AttemptResult:
+    def _finish(self, sent: SentBuckets, *, repeats: bool) -> AttemptResult:
         """Proves and commits what was sent.
 
         If the result has ``again``, another attempt follows.  If it has a ``plan``, that needs another stream.  Without
         ``repeats`` it has neither: the weights may be others by now.
         """
-        with self._breaks_off(head), gc_paused():
+        head = self._fleet.head
+        with self._breaks_off(), gc_paused():
             result = head.finish(sent.sums, repeats=repeats)
             if head.failed:
-                stream.abort("the update failed")
+                self._fleet.stream.abort("the update failed")
         try:
-            return self._conclude(result, head, stream, sent)
+            return self._conclude(result, sent)
         except TrainerRankFailed as error:
             report = head.report()
             if report is None or not head.switched:
@@ -98,17 +138,17 @@ class Attempts:
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
 
     @contextmanager
-    def _breaks_off(self, head: Follower) -> Generator[None]:
+    def _breaks_off(self) -> Generator[None]:
         try:
-            yield
+            with self._ranks.hear_of_errors():
+                yield
         except BaseException as error:
-            if self._group.world_size > 1:  # the other ranks would wait for this rank
-                self._group.abort(f"{type(error).__name__}: {error}")
-            head.break_off(error)
+            self._fleet.head.break_off(error)
             raise
 
-    def _open(self, head: Follower, stream: BucketStream, filling: Filling) -> AttemptResult:
+    def _open(self, filling: Filling) -> AttemptResult:
         """Opens the sessions and makes the groups; every rank has heard the result."""
+        head, stream = self._fleet.head, self._fleet.stream
         head.begin_open(filling.plan)
         stream.start(filling)
         result = head.open(filling.plan)
@@ -122,9 +162,7 @@ class Attempts:
             result = self._ranks.hear(head.after_meeting(msgspec.structs.replace(result, invited=())))
         return result
 
-    def _conclude(
-        self, result: AttemptResult, head: Follower, stream: BucketStream, sent: SentBuckets
-    ) -> AttemptResult:
+    def _conclude(self, result: AttemptResult, sent: SentBuckets) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
 
         The head's report has the timeline as well, which may be long.
@@ -133,9 +171,9 @@ class Attempts:
         result = self._ranks.hear(result)
         heard = time.monotonic()
         if result.differ:
-            result = self._find_differing(sent.sums, head, stream)
+            result = self._find_differing(sent.sums)
         if result.score:
-            result = self._score(head)
+            result = self._score()
         if result.report is None:
             return result
         ends = gather_ends(self._group, self._events.recording, sent.extra_bytes, heard=heard, asked_at=asked_at)
@@ -145,21 +183,23 @@ class Attempts:
         report = msgspec.structs.replace(
             result.report,
             peak_extra_bytes=peak_bytes,
-            planned_extra_bytes=stream.buckets.planned_bytes,
-            bucket_bytes=stream.bucket_bytes,
+            planned_extra_bytes=self._fleet.stream.buckets.planned_bytes,
+            bucket_bytes=self._fleet.plan.bucket_bytes,
         )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
         return msgspec.structs.replace(result, report=report.with_timeline(timeline))
 
-    def _find_differing(self, sums: AllSums, head: Follower, stream: BucketStream) -> AttemptResult:
+    def _find_differing(self, sums: AllSums) -> AttemptResult:
         """Finds the tensors of which the trainer ranks' sums differ, and fails the attempt."""
-        with self._breaks_off(head):
+        head = self._fleet.head
+        with self._breaks_off():
             found = find_differing(sums, self._group, timeout_s=self._ranks.wait_s)
             result = head.differ(found)
-            stream.abort("the update failed")
+            self._fleet.stream.abort("the update failed")
         return self._ranks.hear(result)
 
-    def _score(self, head: Follower) -> AttemptResult:
+    def _score(self) -> AttemptResult:
+        head = self._fleet.head
         mine, why, began = list[float](), "", time.monotonic()
         try:
             mine = self._exporter.logprobs(_PROBE_TOKENS)

@@ -165,11 +165,6 @@ class BucketStream:
         self.buckets.plan()
         self._told = None
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket in bytes, as it was chosen."""
-        return self._choice.bucket_bytes
-
     def plan(self) -> SendPlan:
         """The plan of the updates to come."""
         if self._plan is None:
