@@ -101,6 +101,32 @@ class Fleet:
             rest.callback(self._roster.close)
             rest.callback(self.head.close)
 
+    @gc_paused()
+    def choose(self, *, leaving: Sequence[Target] = ()) -> None:
+        """Makes the head's choices, which every rank hears.  If it is broken off later on, nothing is settled."""
+        seats = self._seats()
+        result, follower, layouts = AttemptResult(), Follower(), list[BucketLayout]()
+        if self._group.is_head:
+            try:
+                self._roster.set_members(self._targets, leaving=leaving)
+                planner = self._planner(seats)
+                follower = head = Head(self._targets, self._roster, planner, self._events, progress=self._progress)
+                result = head.choose()
+                self._roster.check_one_engine_each()
+                assert result.plan is not None
+                layouts = self._layouts_for(result.plan)
+            except WeightcastError as error:
+                result = AttemptResult(failure=Failure.of(error))
+        result = self._ranks.hear_or_raise(result)
+        assert result.plan is not None
+        self.settled = False
+        # Engines unmap the buffers that are freed next, and map the new ones after that.
+        self.head.close(self._roster.links)
+        self.head, self.served = follower, result.served
+        self._use(result.plan, layouts)
+        self._prepare()
+        self.settled = True
+
     def begin(self, version: int, *, counts_on: bool) -> None:
         """Begins an update, as ``Head.begin``, when every rank has come."""
         self.head.begin(version, counts_on=counts_on)
@@ -178,32 +204,6 @@ class Fleet:
             failed = self._ranks.error_in(self._ranks.hear(before.fail(error)))
             assert failed is not None
             raise failed from error
-
-    @gc_paused()
-    def choose(self, *, leaving: Sequence[Target] = ()) -> None:
-        """Makes the head's choices, which every rank hears.  If it is broken off later on, nothing is settled."""
-        seats = self._seats()
-        result, follower, layouts = AttemptResult(), Follower(), list[BucketLayout]()
-        if self._group.is_head:
-            try:
-                self._roster.set_members(self._targets, leaving=leaving)
-                planner = self._planner(seats)
-                follower = head = Head(self._targets, self._roster, planner, self._events, progress=self._progress)
-                result = head.choose()
-                self._roster.check_one_engine_each()
-                assert result.plan is not None
-                layouts = self._layouts_for(result.plan)
-            except WeightcastError as error:
-                result = AttemptResult(failure=Failure.of(error))
-        result = self._ranks.hear_or_raise(result)
-        assert result.plan is not None
-        self.settled = False
-        # Engines unmap the buffers that are freed next, and map the new ones after that.
-        self.head.close(self._roster.links)
-        self.head, self.served = follower, result.served
-        self._use(result.plan, layouts)
-        self._prepare()
-        self.settled = True
 
     def _seats(self) -> Sequence[RankDevice]:
         """Where each trainer rank keeps its weights, in order of rank; none on ranks other than the head."""

@@ -1,7 +1,7 @@
 """The head's attempts at an update.
 
 Only trainer rank 0 has a ``Head``.  A ``Head`` never raises for a failure of engines or network during an update.  It
-returns an ``AttemptResult``, which ``update/updater.py`` tells to every rank.
+returns an ``AttemptResult``, which ``update/attempts.py`` tells to every rank.
 """
 
 from __future__ import annotations

@@ -67,7 +67,6 @@ class WeightUpdater:
         config: UpdateConfig,
         progress: Progress | None = None,
     ) -> None:
-        """As ``connect``; ``lab.connect`` has more to say about the config."""
         self._config = config
         self._closed = False
         self._call: _Call | None = None
