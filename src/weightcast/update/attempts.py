@@ -133,7 +133,7 @@ class Attempts:
             return self._conclude(result, sent)
         except TrainerRankFailed as error:
             report = head.report()
-            if report is None or not head.switched:
+            if report is None or not head.run.switched:
                 raise
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
 
@@ -205,5 +205,5 @@ class Attempts:
             mine = self._exporter.logprobs(_PROBE_TOKENS)
         except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
             why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
-        head.add_phase("verify", time.monotonic() - began)
+        head.run.add_phase("verify", time.monotonic() - began)
         return self._ranks.hear(head.compare(_PROBE_TOKENS, mine, why))

@@ -306,7 +306,7 @@ class BucketStream:
             bucket = next(filled)
             ended = time.monotonic()
             self._events.step_ended("gather", began, ended, bucket=layout.index)
-            self._head.add_phase("gather", ended - began)
+            self._head.run.add_phase("gather", ended - began)
             yield bucket, slot
 
     def _send_each(self, filling: Filling, *, sums_buckets: bool) -> bool:
@@ -384,7 +384,7 @@ class BucketStream:
 
     def _sent_since(self, began: float) -> None:
         """Adds the time of this rank's messages, and of waits for their readers, to the update's phases."""
-        self._head.add_phase("send", time.monotonic() - began)
+        self._head.run.add_phase("send", time.monotonic() - began)
 
     def _tell_failures(self, failures: Mapping[str, str] | None = None) -> None:
         """Tells the head in which groups each rank's messages failed, unless ``failures`` are given."""

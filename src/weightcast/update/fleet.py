@@ -162,7 +162,7 @@ class Fleet:
         self.settled, began = False, time.monotonic()
         self._use(plan)
         self.settled = True
-        self.head.add_phase("recover", time.monotonic() - began)
+        self.head.run.add_phase("recover", time.monotonic() - began)
 
     def note_served(self, report: UpdateReport) -> None:
         """Notes what the targets serve after an update."""

@@ -18,6 +18,8 @@ from weightcast.transports.plan import UpdatePlan
 from weightcast.update.exchange import Exchange
 from weightcast.update.messages import AttemptResult
 from weightcast.update.prepare import SendPlan
+from weightcast.update.update_run import UpdateRun
+from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
@@ -29,24 +31,20 @@ class Follower:
 
     Attributes:
         leads: True on the rank that talks to engines.
+        run: The update that was begun last; on a rank without engines, one without targets.
+        events: Hears of the update.
     """
 
     leads = False
+
+    def __init__(self, events: Events | None = None) -> None:
+        self.events = events if events is not None else Events()
+        self.run = UpdateRun((), 0, self.events)
 
     @property
     def failed(self) -> bool:
         """True once a bucket could not be sent in this attempt."""
         return False
-
-    @property
-    def switched(self) -> bool:
-        """True once an engine may have switched."""
-        return False
-
-    @property
-    def version(self) -> int:
-        """Version of the update that was begun last."""
-        return 0
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -143,9 +141,6 @@ class Follower:
 
     def break_off(self, error: BaseException) -> None:
         """Ends every session after an exception that is the trainer's own."""
-
-    def add_phase(self, name: str, seconds: float) -> None:
-        """Adds the time of a phase to the report."""
 
     def report(self) -> UpdateReport | None:
         """Reports the update as it is now."""

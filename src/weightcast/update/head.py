@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 from weightcast.comm.rendezvous import Invited
@@ -18,32 +17,29 @@ from weightcast.digest.sent import replicas_differ
 from weightcast.digest.source_sums import AllSums, Mismatch
 from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, WeightcastError
 from weightcast.report import UpdateReport
-from weightcast.transports.blame import only_its_group, raise_together, run_each, start_each, together
+from weightcast.transports.blame import run_each, together
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.plan import UpdatePlan
 from weightcast.transports.preflight import check_not_older, error_if_unproven
 from weightcast.update.choose import Planner
-from weightcast.update.culprits import culprits_of, suspects_of
 from weightcast.update.exchange import Exchange
+from weightcast.update.failed_attempt import FailedAttempt
 from weightcast.update.follower import Follower
 from weightcast.update.members import Members
 from weightcast.update.messages import AttemptResult, Failure
 from weightcast.update.prepare import Preparation, SendPlan
 from weightcast.update.roster import Roster
-from weightcast.update.sessions import end_sessions, open_message, wanted_boxes
+from weightcast.update.sessions import Opening, end_sessions, open_message, wanted_boxes
 from weightcast.update.switch_back import switch_back
 from weightcast.update.update_run import UpdateRun
 from weightcast.update.verify import Verifier, WeightsChanged, check_alike
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.update.head")
 
 Progress = Callable[[int, int], None]
-
-_REPEATS = 2  # of an attempt in which a group failed and no target is to blame
 
 
 class Head(Follower):
@@ -51,7 +47,6 @@ class Head(Follower):
 
     Attributes:
         members: The targets, and the plan of their updates.
-        run: The update that was begun last.
     """
 
     leads = True
@@ -69,22 +64,18 @@ class Head(Follower):
 
         ``progress`` is called with bytes sent and bytes in all, after each bucket or run of buckets; for tests.
         """
+        super().__init__(events)
         self._progress = progress
         self._preparing: Preparation | None = None
-        self._events = events if events is not None else Events()
         self._config = planner.config
-        self._exporter = planner.exporter
         self.members = Members([roster.link(target.url) for target in targets], planner)
         self._verifier = Verifier(self.members, planner.exporter)
         self._roster = roster
-        self.run = UpdateRun((), 0, self._events)
         self._links: Sequence[Link] = ()  # those of this attempt
-        self._message: Open | None = None
-        self._opening: Sequence[Future[object]] = ()
+        self._opening: Opening | None = None
         self._asked_at: float | None = None
         self._failure: WeightcastError | None = None
         self._repeats = True
-        self._mapped: Sequence[Link] = ()  # targets that have mapped this trainer's memory before the first update
 
     # -- before an attempt
 
@@ -105,7 +96,7 @@ class Head(Follower):
         """
         links = self.members.planned
         self._preparing = Preparation(links, plan.tables, self._config, shared)
-        self._mapped = self._preparing.mapped
+        self.members.mapped = self._preparing.mapped
         self._verifier.prepare(plan, links)
 
     def check_prepared(self) -> AttemptResult:
@@ -113,9 +104,9 @@ class Head(Follower):
         assert self._preparing is not None
         preparing, self._preparing = self._preparing, None
         found = together(error_if_unproven(link, ack, self._config) for link, ack in preparing.wait())
-        if not isinstance(found, WeightcastError):
-            return AttemptResult()
-        return AttemptResult(failure=Failure.of(ConfigError(str(found), hint=found.hint)))
+        if isinstance(found, WeightcastError):
+            return AttemptResult(failure=Failure.of(ConfigError(str(found), hint=found.hint)))
+        return AttemptResult()
 
     def meet_ahead(self) -> None:
         """As ``Members.meet_ahead``."""
@@ -142,14 +133,13 @@ class Head(Follower):
             link.broke_off("the update before this one did not end", whole=False)
         # After a call that was broken off, the members may be others than those of this plan.
         targets = self._roster.links if only is None else only
-        self.run = UpdateRun(targets, version, self._events, counts_on=counts_on)
+        self.run = UpdateRun(targets, version, self.events, counts_on=counts_on)
         self._verifier.begin(must_be)
 
     def _start_over(self) -> None:
-        """Starts an attempt, which has no targets yet."""
         end_sessions(self.members.links, self._roster, "the update before this one did not end")
         self.members.carriers.begin()
-        self._links = self._opening = ()
+        self._links, self._opening = (), None
 
     def begin_catch_up(self) -> AttemptResult:
         """Starts an update of the targets that do not serve the current version; ``again`` if there are any."""
@@ -168,10 +158,7 @@ class Head(Follower):
         self._asked_at = self._roster.ask(self.run.active)
 
     def begin_open(self, plan: SendPlan) -> None:
-        """Probes every active target and asks for a session on it; ``open`` waits for the answers.
-
-        If one of the engines has no lease, ``open`` asks: such an engine is paused while its session is open.
-        """
+        """Probes every active target and asks for a session on it; ``open`` waits for the answers."""
         self._failure, self._repeats = None, True
         self._start_over()
         self.run.attempts += 1
@@ -180,10 +167,8 @@ class Head(Follower):
             self.members.renew_carriers(links)
             trainer = self._roster.trainer
             message = open_message(self._config, links, self.run.version, plan.tables, trainer=trainer)
-            self._message = message
             self.run.tell_attempt(message, links)
-            if all(link.adapter.leased for link in links):
-                self._opening = start_each(lambda link: link.open(message), links)
+            self._opening = Opening(message, links)
 
     def _take(self) -> Sequence[Link]:
         """Probes every active target, and settles the version; returns those that can take part in this attempt."""
@@ -197,19 +182,13 @@ class Head(Follower):
 
     def open(self, plan: SendPlan) -> AttemptResult:
         """Waits for the sessions that ``begin_open`` asked for, and makes the group."""
-        carriers, links, message = self.members.carriers, self._links, self._message
+        carriers, opening = self.members.carriers, self._opening
         try:
             with self.run.phase("open"):
                 if self._failure is not None:
                     raise self._failure
-                assert message is not None
-                opening, self._opening = self._opening or start_each(lambda link: link.open(message), links), ()
-                errors = [future.exception() for future in opening]
-                acks = [link.session.opened for link in links]
-                raise_together(
-                    error or (error_if_unproven(link, ack, self._config) if ack is not None else None)
-                    for link, ack, error in zip(links, acks, errors, strict=True)
-                )
+                assert opening is not None
+                opening.wait(self._config)
                 if self.members.plan.exchanges:
                     carriers.invite()
                 else:
@@ -217,16 +196,15 @@ class Head(Follower):
         except WeightcastError as error:
             return self.fail(error)
         return AttemptResult(
-            sums_buckets=self._verifier.open(plan, links),
+            sums_buckets=self._verifier.open(plan, self._links),
             invited=tuple(carriers.invited),
-            boxes=wanted_boxes(links, self._config),
+            boxes=wanted_boxes(self._links, self._config),
         )
 
     def meet(self, exchange: Exchange, invited: Sequence[Invited]) -> Mapping[str, str]:
         """Joins the groups to which the others are ``invited``; ``after_meeting`` reports what fails."""
-        carriers = self.members.carriers
         with self._notes_failure(), self.run.phase("open"):
-            carriers.lose(exchange.use(carriers.join()))
+            self.members.carriers.lose(exchange.use(self.members.carriers.join()))
         return {}
 
     def after_meeting(self, result: AttemptResult) -> AttemptResult:
@@ -235,8 +213,7 @@ class Head(Follower):
 
     def exchange_failed(self, failures: Sequence[Mapping[str, str]]) -> None:
         """Notes groups in which messages of trainer ranks failed, by name, for each trainer rank in order."""
-        by_group = _by_group(failures)
-        if by_group and self._failure is None:
+        if self._failure is None and (by_group := _by_group(failures)):
             with self._notes_failure():
                 self.members.carriers.lose(by_group)
 
@@ -246,16 +223,6 @@ class Head(Follower):
             yield
         except WeightcastError as error:
             self._failure = error
-
-    @property
-    def switched(self) -> bool:
-        """True once an engine may have switched."""
-        return self.run.switched
-
-    @property
-    def version(self) -> int:
-        """Version of the update that was begun last."""
-        return self.run.version
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -339,12 +306,8 @@ class Head(Follower):
             return self.fail(error)
         self.run.add_phase("load", max(link.session.load_s for link in self._links), beside=True)
         self.run.add_phase("verify", max(link.session.verify_s for link in self._links), beside=True)
-        wants_score = self._config.verify == "behaviour"
-        if wants_score and self._exporter.scores:
+        if self._verifier.wants_score(self._links):
             return AttemptResult(score=True)
-        if wants_score:
-            for link in self._links:
-                link.outcome.add("this exporter has no forward pass, so behaviour could not be compared")
         return AttemptResult(report=self.report())
 
     def differ(self, found: Sequence[Mismatch]) -> AttemptResult:
@@ -353,23 +316,19 @@ class Head(Follower):
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> AttemptResult:
         """Compares log-probabilities with the engines'; ``why_not`` says why the trainer has none, else empty."""
-        if why_not:
-            for link in self._links:
-                self._verifier.not_compared(link, why_not)
-        else:
-            with self.run.phase("verify"):
-                run_each(lambda link: self._verifier.compare_scores(link, tokens, mine), self._links)
+        with self.run.phase("verify"):
+            self._verifier.compare(self._links, tokens, mine, why_not)
         failures = [link.outcome.failed for link in self.run.targets]
         bad = together(failure for failure in failures if isinstance(failure, VerificationFailed))
-        if not isinstance(bad, WeightcastError):
-            return AttemptResult(report=self.report())
-        return self._conclude_failed(bad, str(bad))
+        if isinstance(bad, WeightcastError):
+            return self._conclude_failed(bad, str(bad))
+        return AttemptResult(report=self.report())
 
     # -- failure and end
 
     def give_up(self, reason: str) -> None:
         """Ends every session, because the trainer or a target failed; each link records what its engine keeps."""
-        self._opening = ()
+        self._opening = None
         self.members.carriers.abort(reason)
         end_sessions(self._links, self._roster, reason)
         self.members.carriers.settle()
@@ -389,9 +348,7 @@ class Head(Follower):
     def close(self, staying: Collection[Link] = ()) -> None:
         """Closes the transport on both sides; safe to call twice.  Notes of those ``staying`` wait for a report."""
         end_sessions(self.members.links, self._roster, "the trainer closes its connections")
-        if not self.members.close_carriers() and self._mapped:  # no update, which would have made a transport
-            leave_all(self._mapped)
-        self._mapped = ()
+        self.members.close_carriers()
         for link in self.members.links:
             for note in () if link in staying else link.take_notes():
                 log.warning("%s: %s", link.url, note)
@@ -399,68 +356,41 @@ class Head(Follower):
     def fail(self, error: WeightcastError) -> AttemptResult:
         """Ends every session, asks what each target serves, and decides whether another attempt follows."""
         self._failure = error
-        carriers, links = self.members.carriers, self._links
-        # Before all groups are aborted, which makes others fail.
-        broken = [cell for cell in carriers.cells if cell.failure is not None]
+        failed = FailedAttempt(self.run, self.members, self._links, self._roster, self._config)
         with self.run.phase("recover"):
             self.give_up(str(error))
-            culprits = culprits_of(error, self.run.targets, links, self._roster, moving=carriers.failed)
-        nothing_committed = not any(link.session.committed for link in links)
-        repeatable = self._repeats and self._config.on_failure == "quarantine" and nothing_committed
-        if repeatable and carriers.failed and all(map(only_its_group, culprits.values())):
-            suspects = suspects_of(broken, links)
-            self.run.unexplained += bool(suspects)
-            if suspects and self.run.unexplained <= _REPEATS:
-                for link, failure in suspects.items():
-                    link.outcome.notes.append(f"the group of its cell failed, and the update began again: {failure}")
-                return AttemptResult(again=True)
-            if suspects:
-                self.members.divide_cells(broken)
-            if 0 < len(suspects) < len(links):
-                culprits = suspects  # all targets of the cells, if others remain
-        notes = dict[Link, str]()
-        if self._repeats and nothing_committed and carriers.failed:
-            notes = self.members.give_way(culprits, if_all=self._config.on_failure == "raise")
-        for link, failure in culprits.items():
-            if link not in notes:
-                link.outcome.failed = failure
-        if notes:
-            for link, note in notes.items():
-                link.outcome.notes.append(note)
+            failed.find_culprits(error)
+        words, repeats = f"update to version {self.run.version} failed", self._repeats
+        if repeats and failed.repeats():
+            return AttemptResult(again=True)
+        if failed.gives_way(repeats=repeats):
             try:
                 with self.run.phase("recover"):
                     return AttemptResult(again=True, plan=self.members.choose_again())
             except WeightcastError as why:
-                return self._conclude_failed(why, f"update to version {self.run.version} failed: {why}")
-        if repeatable and culprits and any(link.outcome.failed is None for link in links):
+                return self._conclude_failed(why, f"{words}: {why}")
+        if repeats and failed.leaves_others():
             return AttemptResult(again=True)
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
-        untouched = not links and self.run.attempts <= 1
+        untouched = not self._links and self.run.attempts <= 1
         if isinstance(error, WeightsChanged) or (untouched and isinstance(error, ConfigError)):
             return AttemptResult(failure=Failure.of(error), report=self.report())
-        return self._conclude_failed(error, f"update to version {self.run.version} failed: {error}")
+        return self._conclude_failed(error, f"{words}: {error}")
 
     def _conclude_failed(self, error: WeightcastError, text: str) -> AttemptResult:
         """Switches targets back where the caller asked for all or nothing, and reports."""
-        words = ""
-        if self._config.on_failure == "raise":
+        config, version = self._config, self.run.version
+        if config.on_failure == "raise":
             with self.run.phase("recover"):
-                words = switch_back(
-                    self._links, version=self.run.version, reason=str(error), timeout_s=self._config.timeout_s
-                )
+                text += switch_back(self._links, version=version, reason=str(error), timeout_s=config.timeout_s)
         report = self.report()
-        if self._config.on_failure == "quarantine" and any(row.status == "serving" for row in report.targets):
+        if config.on_failure == "quarantine" and any(row.status == "serving" for row in report.targets):
             return AttemptResult(report=report)
-        cause = Failure.of(error)
-        failure = Failure(error=UpdateFailed.__name__, text=f"{text}{words}", hint=error.hint, failures=(cause,))
-        return AttemptResult(failure=failure, report=report)
-
-    def add_phase(self, name: str, seconds: float) -> None:
-        """As ``UpdateRun.add_phase``."""
-        self.run.add_phase(name, seconds)
+        failed = Failure(error=UpdateFailed.__name__, text=text, hint=error.hint, failures=(Failure.of(error),))
+        return AttemptResult(failure=failed, report=report)
 
     def report(self) -> UpdateReport:
-        """Reports the update as it is now, as ``UpdateRun.report``."""
+        """As ``UpdateRun.report``."""
         return self.run.report(self._links, self.members, self._roster, self._verifier, whole=self._failure is None)
 
 

@@ -13,7 +13,7 @@ from weightcast.protocols import Cell
 from weightcast.report import count_of
 from weightcast.transports.blame import raise_together
 from weightcast.transports.carriers import Carriers
-from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.link import Link, in_flight_to, leave_all
 from weightcast.transports.plan import TargetPlan, UpdatePlan
 from weightcast.transports.preflight import (
     check_fits,
@@ -38,6 +38,7 @@ class Members:
     Attributes:
         plan: The plan that every trainer rank has heard, as ``use`` was told.
         carriers: What carries the weights to the targets.  It outlives an attempt.
+        mapped: Targets that have mapped this trainer's memory before the first update.
     """
 
     def __init__(self, links: Sequence[Link], planner: Planner) -> None:
@@ -45,6 +46,7 @@ class Members:
         self.links = tuple(links)
         self.plan = UpdatePlan()
         self.carriers = Carriers()
+        self.mapped: Sequence[Link] = ()
         self._planner = planner
 
     @property
@@ -220,11 +222,13 @@ class Members:
         except WeightcastError as error:
             log.warning("no process group could be made with the engines yet; the first update tries again: %s", error)
 
-    def close_carriers(self) -> bool:
-        """Closes what carries the weights, on both sides; safe to call twice.  False if there was nothing."""
+    def close_carriers(self) -> None:
+        """Closes what carries the weights, on both sides; safe to call twice."""
         carriers, self.carriers = self.carriers, Carriers()
         carriers.close()
-        return carriers.signature is not None
+        if carriers.signature is None and self.mapped:  # no update, which would have made one
+            leave_all(self.mapped)
+        self.mapped = ()
 
     def _make(self, links: Sequence[Link]) -> UpdatePlan:
         config = self.config

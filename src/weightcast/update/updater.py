@@ -278,7 +278,7 @@ class WeightUpdater:
         head = self._fleet.head
         if not self._ranks.hear_or_raise(head.begin_catch_up()).again:
             return None
-        return self._watch(head.version).run(self._attempts.run)
+        return self._watch(head.run.version).run(self._attempts.run)
 
     def release(self) -> None:
         """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.

@@ -239,6 +239,21 @@ class Verifier:
             hint='mend what it names, or leave strict out (--strict), or write verify="resident"',
         )
 
+    def wants_score(self, links: Sequence[Link]) -> bool:
+        """True if log-probabilities are to be compared; notes it where they should be and cannot."""
+        if self._config.verify != "behaviour":
+            return False
+        for link in () if self._exporter.scores else links:
+            link.outcome.add("this exporter has no forward pass, so behaviour could not be compared")
+        return self._exporter.scores
+
+    def compare(self, links: Sequence[Link], tokens: Sequence[int], mine: Sequence[float], why_not: str) -> None:
+        """Compares the targets' log-probabilities with the trainer's; ``why_not`` says why it has none, else empty."""
+        if not why_not:
+            run_each(lambda link: self.compare_scores(link, tokens, mine), links)
+        for link in links if why_not else ():
+            self.not_compared(link, why_not)
+
     async def compare_scores(self, link: Link, tokens: Sequence[int], mine: Sequence[float]) -> None:
         """Compares a target's log-probabilities with the trainer's; its outcome takes the result."""
         outcome, tolerance = link.outcome, self._config.behaviour_tolerance
