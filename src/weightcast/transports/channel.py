@@ -13,11 +13,8 @@ import logging
 import secrets
 import threading
 import time
-from bisect import insort
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, as_completed, wait
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -31,6 +28,7 @@ from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetR
 from weightcast.protocols import Invitation, Meeting
 from weightcast.transports.blame import find_culprit, together
 from weightcast.transports.handles import handles_for
+from weightcast.transports.in_flight import InFlight
 from weightcast.transports.link import Link, leave_all, tell, words_for
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
@@ -38,14 +36,10 @@ from weightcast.wire.messages import Join
 
 log = logging.getLogger("weightcast.transports.channel")
 
-_Unanswered = tuple[range, list[Future[None]]]  # buckets' indices and the targets' answers
-
 _COME_S = 1.0  # for engines on their way to the rendezvous to reach it
-_TURN_POLL_S = 0.05  # the abort of a group does not wake threads that wait for a turn
 _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 
 
-# Over 350 lines: the turns of two threads, the replies that are due and the group are read and changed together.
 class Channel:
     """The group of some targets that share one way of rendezvous.
 
@@ -82,9 +76,8 @@ class Channel:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._in_flight = in_flight
-        self._unanswered: deque[_Unanswered] = deque()
-        self._turns = threading.Condition()
-        self._turn = 0  # index of the bucket whose broadcast is entered next
+        self._sent = InFlight()
+        self._failing = threading.Lock()
         self._group: UpdateGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
         self._trainers = trainers
@@ -100,12 +93,12 @@ class Channel:
     def begin(self) -> None:
         """Starts an attempt, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
         self.settle()
-        self._turn = 0
+        self._sent.begin()
         self.failure = self._invited = None
 
     def fail(self, error: WeightcastError) -> None:
         """Keeps an error as the reason why this cell has failed in this attempt, beside those that came before."""
-        with self._turns:  # two buckets may fail at once
+        with self._failing:  # two buckets may fail at once
             found = together((self.failure, error))
             assert isinstance(found, WeightcastError)
             self.failure = found
@@ -239,7 +232,7 @@ class Channel:
             suspects = joining
             if time.monotonic() < deadline:  # targets without an answer may be on their way
                 suspects = [link for link, join in zip(joining, joins, strict=True) if join in answered]
-            absent = self._absent(suspects, meeting, token, rank)
+            absent = _absent(suspects if self._meeting == "weightcast" else (), meeting, token, rank)
             if self._meeting == "torch" and refused.is_set():
                 # Torch retries for half an hour where no process listens, so engines on their way must arrive first.
                 wait(joins, timeout=min(self._timeout_s, _COME_S))
@@ -283,27 +276,22 @@ class Channel:
             ]
         )
 
-        def look_for_refusals() -> None:
-            for post in posts:
-                if post.done():
-                    error = post.exception()
-                    if error is not None:
-                        raise error
-
         try:
             if filled is not None:
                 filled.synchronize()
             if self._trainers is None:
-                with self._in_turn(index, group):
+                with self._sent.turn(index, lambda: group.alive):
                     began = time.monotonic()
                     data = bucket.data[: bucket.layout.size_bytes]
                     work = group.start_broadcast(data) if data.numel() else None
                 if work is not None:
-                    group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
+                    group.finish(
+                        work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=lambda: _raise_refusals(posts)
+                    )
                 self.links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
             if any(link.plan.near or any(link.plan.reads) for link in self.links):
                 wait(posts)  # ranks may still read the bucket in memory
-                look_for_refusals()
+                _raise_refusals(posts)
         except BaseException as error:
             self._await_refusals(error, posts)
             answered = _answered(posts)
@@ -313,7 +301,7 @@ class Channel:
             except WeightcastError as cause:
                 raise cause from error
             raise self._give_up(error, posts, range(index, index + 1), answered) from error
-        self._expect(range(index, index + 1), posts)
+        self._sent.expect(range(index, index + 1), posts)
         if self._in_flight == 1:
             self.drain()
 
@@ -324,8 +312,8 @@ class Channel:
         """
         group, buckets = self._group, range(layouts[0].index, layouts[-1].index + 1)
         assert group is not None, "connect() comes first"
-        while len(self._unanswered) >= self._in_flight:
-            self._read_replies(self._unanswered[0][0][-1])
+        while len(self._sent) >= self._in_flight and (first := self._sent.first()) is not None:
+            self._read_replies(first.buckets[-1])
         steps = (link.adapter.messages(link.session.id, layouts, group=group.name) for link in self.links)
         posts = event_loop.submit(
             [
@@ -333,12 +321,7 @@ class Channel:
                 for link, one in zip(self.links, steps, strict=True)
             ]
         )
-        self._expect(buckets, posts)
-
-    def _expect(self, buckets: range, posts: list[Future[None]]) -> None:
-        """Notes replies that are due, in order: the threads of two buckets may come here in any order."""
-        with self._turns:
-            insort(self._unanswered, (buckets, posts), key=lambda one: one[0].start)
+        self._sent.expect(buckets, posts)
 
     def drain(self) -> None:
         """Reads the replies that are due; raises as ``send``."""
@@ -349,31 +332,18 @@ class Channel:
 
         A reply stays due until it is read and good.  So a thread that fails because of a bad reply finds that reply.
         """
-        while (unanswered := self._first_unanswered(last)) is not None:
+        while (unanswered := self._sent.first(last)) is not None:
             buckets, posts = unanswered
             try:
                 for post in as_completed(posts):
                     post.result()
             except BaseException as error:
                 raise self._give_up(error, posts, buckets, _answered(posts)) from error
-            self._was_answered(unanswered)
+            self._sent.was_answered(unanswered)
 
     def settle(self) -> None:
         """Waits for the replies that are due, good or bad."""
-        while (unanswered := self._first_unanswered(None)) is not None:
-            wait(unanswered[1])
-            self._was_answered(unanswered)
-
-    def _first_unanswered(self, last: int | None) -> _Unanswered | None:
-        with self._turns:
-            if self._unanswered and (last is None or self._unanswered[0][0][-1] <= last):
-                return self._unanswered[0]
-        return None
-
-    def _was_answered(self, unanswered: _Unanswered) -> None:
-        with self._turns:
-            if self._unanswered and self._unanswered[0] is unanswered:  # two threads may read the same replies
-                self._unanswered.popleft()
+        self._sent.settle()
 
     def _give_up(
         self, error: BaseException, posts: Sequence[Future[None]], buckets: range, answered: Sequence[Future[None]]
@@ -398,19 +368,6 @@ class Channel:
         if self._meeting != "weightcast" and isinstance(error, TargetRejected):
             wait(posts, timeout=min(self._timeout_s, _OTHERS_S))
 
-    @contextmanager
-    def _in_turn(self, index: int, group: UpdateGroup | NcclGroup) -> Generator[None]:
-        """Makes threads enter the group's collectives in the order of the buckets."""
-        with self._turns:
-            while self._turn != index:
-                if not group.alive:
-                    raise GroupFailed(f"bucket {self._turn} failed, which came before bucket {index}")
-                self._turns.wait(_TURN_POLL_S)
-        yield
-        with self._turns:
-            self._turn = index + 1
-            self._turns.notify_all()
-
     def abort(self, reason: str) -> None:
         """Ends every wait; the next ``connect`` makes a new group.  Safe to call twice and from any thread."""
         if self._group is not None:
@@ -434,20 +391,25 @@ class Channel:
             answered = [link for link, post in zip(self.links, posts, strict=True) if post.done()]
             leave_all(answered, name)
 
-    def _absent(self, links: Sequence[Link], meeting: Rendezvous, token: str, world_size: int) -> dict[str, list[int]]:
-        """Returns the absent engine ranks by URL; known only for members with our own rendezvous."""
-        if self._meeting != "weightcast" or not links:
-            return {}
-        try:
-            missing = meeting.absent(token, world_size)
-        except GroupFailed:  # the reason under inspection is better than this one
-            return {}
-        found: dict[str, list[int]] = {}
-        for link in links:
-            ranks = [rank for place, rank in enumerate(link.members) if link.group_rank + place in missing]
-            if ranks:
-                found[link.url] = ranks
-        return found
+
+def _absent(links: Sequence[Link], meeting: Rendezvous, token: str, world_size: int) -> dict[str, list[int]]:
+    """Returns the absent engine ranks by URL, of members with our own rendezvous."""
+    try:
+        missing = meeting.absent(token, world_size) if links else ()
+    except GroupFailed:  # the reason under inspection is better than this one
+        return {}
+    found: dict[str, list[int]] = {}
+    for link in links:
+        ranks = [rank for place, rank in enumerate(link.members) if link.group_rank + place in missing]
+        if ranks:
+            found[link.url] = ranks
+    return found
+
+
+def _raise_refusals(posts: Sequence[Future[None]]) -> None:
+    for post in posts:
+        if post.done() and (error := post.exception()) is not None:
+            raise error
 
 
 def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:

@@ -18,10 +18,13 @@ def test_a_bucket_waits_for_the_replies_to_the_one_two_before_in_whatever_order_
     )
     replies: dict[int, Future[None]] = {index: Future() for index in order}
     for index in order:
-        channel._expect(range(index, index + 1), [replies[index]])
+        channel._sent.expect(range(index, index + 1), [replies[index]])
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(channel._read_replies, 20)
         assert not wait([reading], timeout=0.2).done, "it must wait for bucket 20"
         replies[20].set_result(None)
         reading.result(PATIENCE_S)
-    assert [buckets[0] for buckets, _ in channel._unanswered] == [21]
+    left = channel._sent.first()
+    assert left is not None
+    assert left.buckets == range(21, 22)
+    assert len(channel._sent) == 1
