@@ -64,7 +64,6 @@ def backend_for(device: torch.device) -> BackendName:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-# Over 350 lines: the group, its store and an abort are read and changed together.
 class UpdateGroup:
     """One member's end of the group.  Any thread may call ``abort``.
 
