@@ -28,6 +28,7 @@ from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, TrainerRankFailed
 from weightcast.runtime.peak_memory import PeakMemory
+from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_stream import BucketStream
 from weightcast.watch.events import Asked, AttemptStarted
 
@@ -119,6 +120,33 @@ def test_update_works_after_an_interrupt_anywhere_in_the_one_before(fresh, trans
             update()
             assert states(updater) == [("serving", True)] * 2, press.where
             assert len({serves_whole(engine) for engine in engines}) == 1, press.where
+
+
+def test_an_interrupt_between_two_steps_of_an_update_ends_the_sessions(fresh):
+    """Every bucket was sent, and what proves it has not begun."""
+    engines = [fresh("--local"), fresh("--local")]
+    model = trainer_of(0)
+
+    def press(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is Attempts._finish.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with connect(model, engines) as updater:
+        version = next_version()
+        model.set_version(version)
+        sys.setprofile(press)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                updater.update(version=version)
+        finally:
+            sys.setprofile(None)
+        for engine in engines:
+            info = free(engine)
+            assert (info.state, serves_whole(engine)) == ("serving", info.version)
+            assert info.version != version
+        updater.update(version=version + 1)
+        assert states(updater) == [("serving", True)] * 2
 
 
 def test_a_session_that_was_asked_for_is_ended_when_the_wait_is_interrupted(fresh):

@@ -56,7 +56,7 @@ class Fleet:
     def __init__(
         self,
         exporter: Exporter,
-        specs: Sequence[TensorSpec],
+        specs: tuple[TensorSpec, ...],
         targets: Sequence[Target],
         config: UpdateConfig,
         ranks: TrainerRanks,

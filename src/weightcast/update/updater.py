@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
 from weightcast.comm.trainer_group import TrainerGroup
@@ -224,7 +225,7 @@ class WeightUpdater:
             def finish() -> UpdateReport:
                 if isinstance(sent, UpdateReport):
                     return sent
-                return self._tells_others(lambda: watch.run(lambda: self._attempts.finish(sent)))
+                return self._tells_others(partial(watch.run, partial(self._attempts.finish, sent)))
 
             self._pending = PendingUpdate(finish, self._exporter.device)
             return self._pending
@@ -348,6 +349,7 @@ class WeightUpdater:
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._fleet.settled = False  # it may have come anywhere, so nothing is sure to be whole
+                self._fleet.head.break_off(error)
             raise
 
     def _watch(self, version: int) -> WatchedUpdate:
