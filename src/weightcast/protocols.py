@@ -496,7 +496,7 @@ class Carrier(ABC):
 
         It waits until targets have taken all but those that were announced last, and these.
         """
-        raise NotImplementedError(f"{self.name or type(self).__name__} makes no group of all trainer ranks")
+        raise ConfigError(f"{self.name or type(self).__name__} makes no group of all trainer ranks")
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket sent so far, and raises what failed."""

@@ -1,4 +1,4 @@
-"""What of one attempt is on its way in a cell: the replies that are due, and whose turn the group's collective is."""
+"""The replies that are due in a cell, and the order in which threads enter its group's collectives."""
 
 from __future__ import annotations
 

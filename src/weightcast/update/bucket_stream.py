@@ -409,7 +409,7 @@ class BucketStream:
         return self._shared_by(self._gather(data) or [])
 
     def _gather(self, data: bytes) -> list[bytes] | None:
-        """What every rank gives, on the head; None elsewhere.  Collective."""
+        """Gathers what every rank gives, on the head; None elsewhere.  Collective."""
         return self._group.gather_bytes(data, timeout_s=self._wait_s)
 
     def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:

@@ -169,7 +169,7 @@ class RankBuckets:
         return slot.share(opens=0) if slot is not None else None
 
     def encoded_ahead(self, number: int, mine: Shared | None) -> bytes:
-        """What ``ahead`` returned, with this rank's parts, as other ranks send it; empty for None."""
+        """Encodes what ``ahead`` returned, with this rank's parts; empty for None."""
         served = self._served[number]
         return served.encoded(mine, served.parts if self._plan.scattered else ()) if mine is not None else b""
 

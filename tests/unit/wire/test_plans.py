@@ -51,7 +51,7 @@ def run_of(opened: Open, plan: UpdateTables, *indices: int) -> Announce:
 
 
 def told_parts(plan: UpdateTables, ranks: int) -> list[bytes]:
-    """What trainer ranks tell that have whole slots in turn."""
+    """The parts of trainer ranks that have whole slots in turn, as each tells them."""
     return [
         encode_parts(
             [
