@@ -134,13 +134,6 @@ def keep(end: socket.socket) -> None:
     _running.sockets.add(end)
 
 
-def more_open_than(most: int) -> bool:
-    """True if more than ``most`` sockets were given to ``keep`` and are open; on the loop's thread only."""
-    if _running is None or len(_running.sockets) <= most:
-        return False
-    return sum(end.fileno() >= 0 for end in _running.sockets) > most
-
-
 def keep_session(session: _Session) -> _Session:
     """Keeps a session until ``end_session``; on the loop's thread only."""
     assert _running is not None

@@ -172,7 +172,9 @@ class _Connector(aiohttp.TCPConnector):
         asking.transport, asking.protocol = transport, protocol
         asking.peer = transport.get_extra_info("peername")
         if protocol not in self._used and protocol.closed is not None:
-            protocol.closed.add_done_callback(partial(self._lost, protocol))
+            here = shared()
+            here.connections += 1
+            protocol.closed.add_done_callback(partial(self._lost, protocol, here))
         self._used[protocol] = asking
         return connection
 
@@ -181,7 +183,8 @@ class _Connector(aiohttp.TCPConnector):
             assert asking.transport is not None
             asking.transport.abort()
 
-    def _lost(self, protocol: ResponseHandler, closed: asyncio.Future[None]) -> None:
+    def _lost(self, protocol: ResponseHandler, here: _Shared, closed: asyncio.Future[None]) -> None:
+        here.connections -= 1
         # Ends the answer that was under way, which aiohttp does not do for a malformed chunk.
         closed.exception()  # asyncio logs one that nobody has looked at
         response = self._used.pop(protocol).response
@@ -262,13 +265,13 @@ class _Shared:
     def __init__(self) -> None:
         self.names = _Names()
         self.most = most_requests()
-        self.streams = 0
+        self.streams = self.connections = 0
         self.room = asyncio.Semaphore(self.most)
 
     @property
     def full(self) -> bool:
         """True if no idle connection should be kept."""
-        return event_loop.more_open_than(self.most + self.streams)
+        return self.connections > self.most + self.streams
 
 
 def most_requests() -> int:

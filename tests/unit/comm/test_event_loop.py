@@ -141,19 +141,6 @@ def test_closing_the_client_ends_a_request_that_the_engine_does_not_read(silent:
         assert "POST /x ended because this client is closed" in str(asked.exception(PATIENCE_S))
 
 
-def test_closed_sockets_do_not_count_as_open() -> None:
-    async def counts() -> tuple[bool, bool]:
-        ends = [socket.socket() for _ in range(1000)]
-        for end in ends:
-            event_loop.keep(end)
-        before = event_loop.more_open_than(999)
-        for end in ends:
-            end.close()
-        return before, event_loop.more_open_than(999)
-
-    assert event_loop.run(counts()) == (True, False)
-
-
 def test_lease_that_is_dropped_is_closed(silent: socket.socket) -> None:
     client = client_of(silent)
     asked = event_loop.submit([client.lease("/open", b"{}")])

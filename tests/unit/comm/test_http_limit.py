@@ -106,6 +106,25 @@ def test_more_engines_than_connections_are_all_answered_within_the_bound(engines
     engines.await_(lambda: engines.open == 0)
 
 
+def test_connections_that_ended_leave_room_for_idle_ones(engines: Counting, bound) -> None:
+    async def connections() -> int:
+        return shared().connections
+
+    bound(2)
+    engines.answer.set()
+    others = event_loop.run(connections())
+    for _ in range(2):
+        clients = [client_of(one) for one in engines.listeners]
+        assert [client.get_json("/x") for client in clients] == [b"ok"] * 12
+        for client in clients:
+            client.close()
+        engines.await_(lambda: engines.open == 0)
+    client = client_of(engines.listeners[0])
+    assert client.get_json("/x") == client.get_json("/again") == b"ok"
+    assert (engines.open, event_loop.run(connections()) - others) == (1, 1)
+    client.close()
+
+
 def test_requests_that_engines_answer_together_go_above_the_bound(engines: Counting, bound) -> None:
     bound(4)
     clients = [client_of(one) for one in engines.listeners]
