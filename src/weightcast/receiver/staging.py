@@ -73,7 +73,6 @@ def mapper_of(device: torch.device) -> CudaMapper | None:
     return CudaMapper(device) if can_map(device) else None
 
 
-# Over 350 lines: however a parameter is exchanged, a flip that fails half way is undone by one account of its progress.
 class StagingSet:
     """A second set of parameters, and its exchange with the live one."""
 
