@@ -28,7 +28,6 @@ from tests.helpers.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, TrainerRankFailed
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_stream import BucketStream
 from weightcast.watch.events import Asked, AttemptStarted
 
@@ -43,10 +42,13 @@ TIMES = 40
 
 
 class CtrlC:
-    """Raises KeyboardInterrupt in this thread, at the moment with this number; counts moments if there is none."""
+    """Raises KeyboardInterrupt in this thread, at the moment with this number; counts moments if there is none.
 
-    def __init__(self, at: int | None = None) -> None:
-        self._at = at
+    With ``within``, the end of a file's path, only calls of that file's functions are moments.
+    """
+
+    def __init__(self, at: int | None = None, within: str = "") -> None:
+        self._at, self._within = at, within
         self.moments = 0
         self.where = ""
 
@@ -62,6 +64,8 @@ class CtrlC:
         name = frame.f_code.co_name
         if event != "call" or name.startswith("__") or not _is_ours(frame):
             return
+        if not frame.f_code.co_filename.endswith(self._within):
+            return
         self.moments += 1
         if self.moments == self._at:
             sys.setprofile(None)
@@ -76,16 +80,16 @@ def _is_ours(frame: FrameType) -> bool:
     return any(one.f_code.co_filename.startswith(OURS) for one in frames)
 
 
-def moments(do: Callable[[], object], times: int = TIMES) -> Iterator[int]:
+def moments(do: Callable[[], object], times: int = TIMES, within: str = "") -> Iterator[int]:
     """Moments from the beginning of a call to its end; the call itself is made once, and not interrupted."""
-    with CtrlC() as whole:
+    with CtrlC(within=within) as whole:
         do()
     yield from sorted({1 + number * whole.moments // times for number in range(times)})
 
 
 @contextmanager
-def interrupted(at: int) -> Iterator[CtrlC]:
-    with CtrlC(at) as press:
+def interrupted(at: int, within: str = "") -> Iterator[CtrlC]:
+    with CtrlC(at, within) as press:
         try:
             yield press
         except KeyboardInterrupt:
@@ -96,8 +100,9 @@ def states(updater: WeightUpdater) -> list[tuple[str, bool]]:
     return [(row.state, row.active) for row in updater.health()]
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
-def test_update_works_after_an_interrupt_anywhere_in_the_one_before(fresh, transport):
+# Anywhere, and between any two steps: between the last bucket and the proof, nothing waits for an engine.
+@pytest.mark.parametrize(("transport", "within"), [("ipc", ""), ("broadcast", ""), ("ipc", "update/attempts.py")])
+def test_update_works_after_an_interrupt_anywhere_in_the_one_before(fresh, transport, within):
     engines = [fresh("--local"), fresh("--local", "--staging", "none")]
     model = trainer_of(0)
 
@@ -108,8 +113,8 @@ def test_update_works_after_an_interrupt_anywhere_in_the_one_before(fresh, trans
 
     with connect(model, engines, transport=transport) as updater:
         update()
-        for at in moments(update):
-            with interrupted(at) as press:
+        for at in moments(update, within=within):
+            with interrupted(at, within) as press:
                 update()
             # Whoever generates answers is whole; whoever was stopped half way says so, and waits for the next update.
             for engine in engines:
@@ -120,33 +125,6 @@ def test_update_works_after_an_interrupt_anywhere_in_the_one_before(fresh, trans
             update()
             assert states(updater) == [("serving", True)] * 2, press.where
             assert len({serves_whole(engine) for engine in engines}) == 1, press.where
-
-
-def test_an_interrupt_between_two_steps_of_an_update_ends_the_sessions(fresh):
-    """Every bucket was sent, and what proves it has not begun."""
-    engines = [fresh("--local"), fresh("--local")]
-    model = trainer_of(0)
-
-    def press(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is Attempts._finish.__code__:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    with connect(model, engines) as updater:
-        version = next_version()
-        model.set_version(version)
-        sys.setprofile(press)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                updater.update(version=version)
-        finally:
-            sys.setprofile(None)
-        for engine in engines:
-            info = free(engine)
-            assert (info.state, serves_whole(engine)) == ("serving", info.version)
-            assert info.version != version
-        updater.update(version=version + 1)
-        assert states(updater) == [("serving", True)] * 2
 
 
 def test_a_session_that_was_asked_for_is_ended_when_the_wait_is_interrupted(fresh):

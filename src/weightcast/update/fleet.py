@@ -50,7 +50,6 @@ class Fleet:
         head: The head on rank 0, a follower on the other ranks.
         plan: The plan that every rank has heard.
         served: Highest version that the targets serve, as far as is known; None if no target knows its own.
-        settled: True while the head, the stream and the plan are those of all ranks, and whole.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Fleet:
         self.head: Follower = Follower()
         self.plan = UpdatePlan()
         self.served: int | None = None
-        self.settled = False
+        self._settled = False  # True while the head, the stream and the plan are those of all ranks, and whole
 
     @property
     def stream(self) -> BucketStream:
@@ -119,13 +118,13 @@ class Fleet:
                 result = AttemptResult(failure=Failure.of(error))
         result = self._ranks.hear_or_raise(result)
         assert result.plan is not None
-        self.settled = False
+        self._settled = False
         # Engines unmap the buffers that are freed next, and map the new ones after that.
         self.head.close(self._roster.links)
         self.head, self.served = follower, result.served
         self._use(result.plan, layouts)
         self._prepare()
-        self.settled = True
+        self._settled = True
 
     def begin(self, version: int, *, counts_on: bool) -> None:
         """Begins an update, as ``Head.begin``, when every rank has come."""
@@ -143,7 +142,7 @@ class Fleet:
             self.choose(leaving=before)
         except BaseException:
             self._targets, self.plan = before, plan
-            if not self.settled:
+            if not self._settled:
                 self.head.close()  # while it still knows the clients of the new targets
             raise
         finally:
@@ -159,10 +158,15 @@ class Fleet:
 
     def replan(self, plan: UpdatePlan) -> None:
         """Replaces the plan in the middle of an update, because a transport gave way."""
-        self.settled, began = False, time.monotonic()
+        self._settled, began = False, time.monotonic()
         self._use(plan)
-        self.settled = True
+        self._settled = True
         self.head.run.add_phase("recover", time.monotonic() - began)
+
+    def interrupted(self, error: BaseException) -> None:
+        """Ends what an interrupt has left open.  It may have come anywhere, so nothing is sure to be whole."""
+        self._settled = False
+        self.head.break_off(error)
 
     def note_served(self, report: UpdateReport) -> None:
         """Notes what the targets serve after an update."""
@@ -175,7 +179,7 @@ class Fleet:
         Returns False on every rank if the choices of the head must be made again, because a call was broken off.
         """
         looks_again = looks and (self._looks_again or self._exporter.changed())
-        flags = self._ranks.enter(flags=(_LOOK_AGAIN if looks_again else 0) | (0 if self.settled else _CHOOSE_AGAIN))
+        flags = self._ranks.enter(flags=(_LOOK_AGAIN if looks_again else 0) | (0 if self._settled else _CHOOSE_AGAIN))
         if flags & _LOOK_AGAIN:
             self._look_again()
         return not flags & _CHOOSE_AGAIN

@@ -348,8 +348,7 @@ class WeightUpdater:
                 return call()
         except BaseException as error:
             if not isinstance(error, Exception):
-                self._fleet.settled = False  # it may have come anywhere, so nothing is sure to be whole
-                self._fleet.head.break_off(error)
+                self._fleet.interrupted(error)
             raise
 
     def _watch(self, version: int) -> WatchedUpdate:
