@@ -118,7 +118,7 @@ def test_no_test_catches_an_exception_that_it_should_expect() -> None:
 @pytest.mark.parametrize("words", ["is False", "is True"])
 def test_states_are_not_compared_as_booleans(words: str) -> None:
     # A map whose default was the string "False" counted unknown engines as healthy.
-    for folder in ("fleet", "transports"):
+    for folder in ("update", "transports"):
         for path in (SOURCE / folder).rglob("*.py"):
             assert ".get(" not in path.read_text() or words not in path.read_text(), path
 
