@@ -79,14 +79,7 @@ class Follower:
 
     # -- one update
 
-    def begin(
-        self,
-        version: int,
-        *,
-        counts_on: bool = False,
-        must_be: str | None = None,
-        only: Sequence[Link] | None = None,
-    ) -> None:
+    def begin(self, version: int, *, counts_on: bool = False) -> None:
         """Starts a new update."""
 
     def begin_catch_up(self) -> AttemptResult:
