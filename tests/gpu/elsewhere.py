@@ -19,13 +19,13 @@ def appear_on(host: str) -> None:
 
 def claim_other_gpus() -> None:
     """Names this process's GPUs by UUIDs that no other process has, where a trainer rank says where it runs."""
-    from weightcast.update import updater
+    from weightcast.update import fleet
 
     def other(device: Any) -> str:
         return known(device) if device.type != "cuda" else f"GPU-{device.index}-of-{os.getpid()}"
 
-    known = updater.device_uuid
-    updater.device_uuid = other
+    known = fleet.device_uuid
+    fleet.device_uuid = other
 
 
 def _replace(name: str, new: Callable[..., Any]) -> None:
