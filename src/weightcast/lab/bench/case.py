@@ -119,6 +119,7 @@ class _CaseRun:
         self._not_run = not_run
         self._failed: dict[str, str] = {}
         self._rig: Rig | None = Rig(layout)
+        self._prepared: set[str] = set()  # methods that are ready in the rig's processes
         self._started = time.monotonic()  # the start of the processes does not count
         self._until = self._started + plan.budget_s
 
@@ -141,9 +142,12 @@ class _CaseRun:
                 entry.prepare_s = rig.prepare(method, timeout_s=self._plan.turn_s)
                 entry.first_s = rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s
                 entry.watched = dict(rig.held(method))
-                tries = self._plan.tries if len(contender.settings) > 1 else 0  # one setting needs no choice
-                turns = [rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s for _ in range(tries)]
-                rig.drop(method)
+                turns: list[float] = []
+                if len(contender.settings) == 1:  # there is no choice, so it stays ready for its turns
+                    self._prepared.add(method.name)
+                else:
+                    turns = [rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s for _ in range(self._plan.tries)]
+                    rig.drop(method)
             except MeasuringFailed as error:
                 self._fail(method, error)
                 continue
@@ -156,22 +160,19 @@ class _CaseRun:
 
     def take_turns(self, entries: Sequence[_Measured]) -> None:
         """Runs the rounds; an entry that fails is removed, and the others continue with new processes."""
-        prepared: set[str] = set()
         done = 0
         while done < self._plan.warm + self._plan.turns:
             if done and time.monotonic() > self._until:
                 self._say(f"the time was used up after {done} rounds")
                 break
             alive = [entry for entry in entries if entry.method.name not in self._failed]
-            if self._rig is None:
-                prepared = set()
             for entry in (alive[number] for number in order_of(done, len(alive))):
                 try:
                     rig = self._at()
-                    if entry.method.name not in prepared:
+                    if entry.method.name not in self._prepared:
                         took = rig.prepare(entry.method, timeout_s=self._plan.turn_s)
                         entry.prepare_s = entry.prepare_s or took
-                        prepared.add(entry.method.name)
+                        self._prepared.add(entry.method.name)
                     turn, _ = rig.turn(entry.method, timeout_s=self._plan.turn_s)
                 except MeasuringFailed as error:
                     self._fail(entry.method, error)
@@ -233,7 +234,7 @@ class _CaseRun:
 
     def _at(self) -> Rig:
         if self._rig is None:
-            self._rig = Rig(self._layout)
+            self._rig, self._prepared = Rig(self._layout), set()
         return self._rig
 
     def _fail(self, method: Method, error: MeasuringFailed) -> None:
@@ -243,6 +244,7 @@ class _CaseRun:
             return
         if isinstance(error, WrongWeights):
             self._rig.drop(method)
+            self._prepared.discard(method.name)
         else:
             self._rig.kill()
             self._rig = None
