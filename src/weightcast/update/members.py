@@ -27,7 +27,7 @@ from weightcast.transports.registry import spec_of
 from weightcast.transports.spec import Sender
 from weightcast.update.choose import Planner
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.layout import TensorSpec
+from weightcast.wire.layout import TensorSpec, total_bytes
 
 log = logging.getLogger("weightcast.update.members")
 
@@ -48,6 +48,7 @@ class Members:
         self.carriers = Carriers()
         self.mapped: Sequence[Link] = ()
         self._planner = planner
+        self._sized: tuple[UpdatePlan | None, int] = None, 0
 
     @property
     def gathers(self) -> bool:
@@ -58,6 +59,13 @@ class Members:
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors in the dtypes in which they travel."""
         return self.plan.travelling(self._planner.specs)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of ``specs``, added up once for a plan: there may be tens of thousands."""
+        if self._sized[0] is not self.plan:
+            self._sized = self.plan, total_bytes(self.specs)
+        return self._sized[1]
 
     @property
     def planned(self) -> list[Link]:

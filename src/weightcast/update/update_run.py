@@ -16,7 +16,6 @@ from weightcast.update.verify import Verifier
 from weightcast.watch.events import AttemptStarted, short
 from weightcast.watch.listeners import Events
 from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.layout import total_bytes
 from weightcast.wire.messages import Open
 
 
@@ -107,7 +106,7 @@ class UpdateRun:
         if unsure:
             with self.phase("recover"):
                 roster.look(unsure, hasty=True)
-        size_bytes, carriers = total_bytes(members.specs), members.carriers
+        size_bytes, carriers = members.size_bytes, members.carriers
         rows = {link: _row(link, size_bytes, carriers.signature) for link in self.targets}
         digest, changed = verifier.digest, None
         moved_on = any(row.status == "serving" for row in rows.values())
