@@ -122,6 +122,13 @@ class Handler:
         yield
 
 
+def serve_by(handler: Handler) -> None:
+    """Has servers of our plug-ins start with this handler."""
+    from weightcast.plugins import engine_server
+
+    vars(engine_server).update(server_watchers=lambda *_, **__: (), SleepingSessions=lambda *_, **__: handler)
+
+
 def sglang(handler: Handler, keys: dict[str, str]) -> FastAPI:
     """SGLang's own check of keys, from its file alone: its package imports all of SGLang."""
     from weightcast.plugins.sglang import endpoints
@@ -154,13 +161,13 @@ def sglang(handler: Handler, keys: dict[str, str]) -> FastAPI:
         api_key=keys.get("api"),
         admin_api_key=keys.get("admin"),
     )
-    nothing: Callable[..., Any] = lambda *_, **__: SimpleNamespace(hellos=(), model="m", set_loop=str)  # noqa: E731
-    for name in ("SwitchExecutor", "SglangHooks", "engine_facts", "server_watchers", "guard_sleep", "check_settings"):
+    nothing: Callable[..., Any] = lambda *_, **__: SimpleNamespace(hellos=(), model="m", note_loop=str)  # noqa: E731
+    for name in ("SwitchExecutor", "SglangHooks", "engine_facts", "guard_sleep", "check_settings"):
         setattr(endpoints, name, nothing)
     for name in ("ranks_of", "transports_of", "_no_pause", "has_draft", "loses_weights"):
         setattr(endpoints, name, lambda *_, **__: ())
     endpoints.resolved = lambda given: given
-    endpoints.SleepingSessions = lambda *_, **__: handler  # type: ignore[assignment, misc]
+    serve_by(handler)
     endpoints.os.environ[endpoints.FOLDER] = ""
     endpoints.before_serving(settings, SimpleNamespace(check_weights=None))
     if any(keys.values()):
@@ -182,10 +189,10 @@ def lmdeploy(handler: Handler, keys: dict[str, str]) -> FastAPI:
 
         own.__annotations__ = {"request": dict[str, Any]}
         router.post(path, dependencies=[Depends(lambda: None)])(own)
-    nothing: Callable[..., Any] = lambda *_, **__: SimpleNamespace(model="m", set_loop=str)  # noqa: E731
-    for name in ("EngineCalls", "LmdeployHooks", "LmdeployExecutor", "engine_facts", "server_watchers"):
+    nothing: Callable[..., Any] = lambda *_, **__: SimpleNamespace(model="m", note_loop=str)  # noqa: E731
+    for name in ("LmdeployHooks", "LmdeployExecutor", "engine_facts"):
         setattr(endpoints, name, nothing)
-    endpoints.SleepingSessions = lambda *_, **__: handler  # type: ignore[assignment, misc]
+    serve_by(handler)
     config = SimpleNamespace(
         tp=1, enable_prefix_caching=False, enable_metrics=False, distributed_executor_backend="uni"
     )
@@ -210,8 +217,8 @@ def vllm(handler: Handler, keys: dict[str, str]) -> FastAPI:
 
     app, endpoints = FastAPI(), Endpoints()
     endpoints.attach_router(app)
-    endpoints._engine = handler  # type: ignore[assignment]
-    endpoints._guard.accept(keys.values())
+    endpoints._sessions = handler  # type: ignore[assignment]
+    endpoints.guard.accept(keys.values())
     return app
 
 

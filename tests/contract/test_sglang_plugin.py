@@ -89,7 +89,7 @@ async def main():
         child_rid_to_logical_rid={{}}, tokenizer_ipc_name=None, send_to_scheduler=None, enable_metrics=False,
     )
     hooks = SglangHooks(manager)
-    hooks.set_loop(asyncio.get_running_loop())
+    hooks.note_loop()
     await asyncio.to_thread(hooks.pause, "abort", 60.0)
     print(manager.is_pause, waiting.abort_requested, len(sent), all(m.abort_all and not m.rid for m in sent))
 

@@ -423,7 +423,7 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
     for starting in (path, "/weightcast/status"):
         assert Call(app, "GET", starting, [], {}).status == 503  # the engine is still starting
     monkeypatch.setenv("VLLM_API_KEY", "other")
-    monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
+    monkeypatch.setattr(Endpoints, "_connect", lambda *_: None)
     parallel = Namespace(data_parallel_size=1)
     client = Namespace(generate=None, vllm_config=Namespace(parallel_config=parallel))
     asyncio.run(endpoints.init_state(client, Namespace(openai_serving_models=None), Namespace(api_key=[KEY])))
@@ -486,7 +486,7 @@ def test_vllm_without_a_key_warns_at_its_start(args, warns, caplog, monkeypatch)
     from weightcast.plugins.vllm.endpoints import Endpoints
 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
+    monkeypatch.setattr(Endpoints, "_connect", lambda *_: None)
     client = Namespace(generate=None, vllm_config=Namespace(parallel_config=Namespace(data_parallel_size=1)))
     arguments = Namespace(port=8000, **args)
     asyncio.run(Endpoints().init_state(client, Namespace(openai_serving_models=None), arguments))
@@ -496,7 +496,7 @@ def test_vllm_without_a_key_warns_at_its_start(args, warns, caplog, monkeypatch)
 def test_vllm_refuses_a_text_whose_letters_it_would_take_for_keys(monkeypatch):
     from weightcast.plugins.vllm.endpoints import Endpoints
 
-    monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
+    monkeypatch.setattr(Endpoints, "_connect", lambda *_: None)
     endpoints, app = Endpoints(), FastAPI()
     endpoints.attach_router(app)
     client = Namespace(generate=None, vllm_config=Namespace(parallel_config=Namespace(data_parallel_size=1)))

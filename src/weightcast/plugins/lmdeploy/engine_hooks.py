@@ -11,8 +11,8 @@ from typing import Any
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused, WeightcastError
-from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.lmdeploy.folder import failure_words
+from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
 from weightcast.plugins.rank_sockets import SwitchExecutor
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open
@@ -24,59 +24,35 @@ NO_IN_PLACE = (
     "requests that go on with pause in_place would leave prefixes of the old weights to others (use pause retract, or "
     "start LMDeploy without --enable-prefix-caching)"
 )
-_SHORT_S = 30.0
 _GRACE_S = 10.0
 _MARK_S = 60.0
+_CALL = "weightcast_call"
 
 
-class LmdeployHooks:
-    """``EngineHooks`` over LMDeploy's engine process."""
+class LmdeployHooks(ServerHooks):
+    """``EngineHooks`` over LMDeploy's engine process, whose methods are called over LMDeploy's own connection."""
 
-    def __init__(self, async_engine: Any, calls: EngineCalls) -> None:
+    engine = "LMDeploy"
+
+    def __init__(self, async_engine: Any) -> None:
+        """``async_engine`` is LMDeploy's ``AsyncEngine``."""
+        super().__init__()
         self._async_engine = async_engine
-        self._calls = calls
-        self._held = False
-        self._stopped = False
 
     @property
-    def paused(self) -> bool:
-        """True while requests are held back, by an update or the quarantine, and while LMDeploy sleeps."""
-        return self._held or bool(self._async_engine.is_sleeping)
+    def asleep(self) -> frozenset[str]:
+        """Tags of the memory that sleeps, as LMDeploy tells them."""
+        return frozenset(self._async_engine.sleeping_tags) if self._async_engine.is_sleeping else frozenset()
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Returns when no request runs, for ``abort`` and ``wait``; at once for the modes that keep requests.
 
         An engine that sleeps runs none, and holds new ones back already.
         """
-        if mode in ("in_place", "retract") or self.asleep:
+        if mode in ("in_place", "retract") or self.state is PauseState.ASLEEP:
             return
-        self._held, self._stopped = True, False
-        try:
-            self._calls.call("pause", mode, timeout_s, timeout_s=timeout_s)
-        except Refused:
-            if self._stopped:
-                raise Refused("pause cancelled: the update that asked for it was aborted") from None
-            raise
-
-    def stop_waiting(self) -> None:
-        """Cancels a pause that waits for running requests; ``resume`` must follow."""
-        if self._held and not self._stopped:
-            self._stopped = True
-            try:
-                self._calls.call("stop_waiting", timeout_s=_SHORT_S)
-            except WeightcastError as error:
-                log.warning("could not cancel the pause: %s", error)
-
-    def resume(self) -> None:
-        """Lets requests go on, unless some memory sleeps."""
-        if self._held and not self.asleep:
-            self._calls.call("resume", timeout_s=_SHORT_S)
-            self._held = False
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Tags of the memory that sleeps, as LMDeploy tells them."""
-        return frozenset(self._async_engine.sleeping_tags) if self._async_engine.is_sleeping else frozenset()
+        self.become(PauseState.OURS)
+        self.call("pause", mode, timeout_s, timeout_s=timeout_s, stoppable=mode == "wait")
 
     def hold_for_sleep(self) -> None:
         """Drops the requests that run, as LMDeploy's sleep does, and holds new ones back.
@@ -87,29 +63,12 @@ class LmdeployHooks:
             Refused: The forward that runs did not end; nothing is held.
         """
         try:
-            self.pause("abort", _SHORT_S)
+            self.pause("abort", SHORT_S)
         except WeightcastError:
             self.resume()
             raise
 
-    def drop_caches(self) -> None:
-        """Does nothing: the pause, or the switch, has dropped them."""
-
-    def set_version(self, version: int) -> None:
-        """Does nothing: LMDeploy reports no version of its weights."""
-
-
-class EngineCalls(EngineLoop):
-    """Our methods in the engine process, as threads of the API server call them over LMDeploy's own connection."""
-
-    engine = "LMDeploy"
-
-    def __init__(self, engine: Any) -> None:
-        """``engine`` is LMDeploy's ``ZMQMPEngine``."""
-        super().__init__()
-        self._engine = engine
-
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> None:
+    def call(self, method: str, *arguments: Any, timeout_s: float, stoppable: bool = False) -> None:
         """Calls a method of ``LmdeployRequests`` in the engine process.
 
         Raises:
@@ -117,19 +76,25 @@ class EngineCalls(EngineLoop):
             DeadlineExceeded: It did not answer.
             EngineFailure: It is gone.
         """
-        words = self.result(self._engine._collective_rpc_async("weightcast_call", method, *arguments), timeout_s)
+        words = self.result(self._rpc(method, *arguments), timeout_s, stoppable=stoppable)
         if words:
             raise Refused(f"LMDeploy: {words}")
 
-    def result(self, work: Any, timeout_s: float) -> Any:
+    def result(self, work: Any, timeout_s: float, *, stoppable: bool = False) -> Any:
         """As ``wait``, with room for the deadlines that the engine process keeps itself."""
-        return self.wait(work, timeout_s, "its engine process", grace_s=_GRACE_S)
+        return self.wait(work, timeout_s, "its engine process", grace_s=_GRACE_S, stoppable=stoppable)
+
+    def _rpc(self, *arguments: Any) -> Any:
+        return self._async_engine.engine._collective_rpc_async(_CALL, *arguments)
+
+    def _go_on(self) -> Any:
+        return self._rpc("resume")
 
 
 class LmdeployExecutor(SwitchExecutor):
     """Sends messages to all ranks, and the mark through LMDeploy's engine process."""
 
-    def __init__(self, world_size: int, folder: str, calls: EngineCalls, *, prefix_caching: bool = False) -> None:
+    def __init__(self, world_size: int, folder: str, hooks: LmdeployHooks, *, prefix_caching: bool = False) -> None:
         """Connects to every rank.
 
         Args:
@@ -138,7 +103,7 @@ class LmdeployExecutor(SwitchExecutor):
         Raises:
             EngineFailure: A rank does not listen, for example because it is on another host.
         """
-        self._calls = calls
+        self._hooks = hooks
         self._folder = folder
         self._prefix_caching = prefix_caching
         self._mode = "in_place"
@@ -157,7 +122,7 @@ class LmdeployExecutor(SwitchExecutor):
         if self._mode != "retract":
             return ""
         try:
-            self._calls.call("retract", timeout_s, timeout_s=timeout_s)
+            self._hooks.call("retract", timeout_s, timeout_s=timeout_s)
         except WeightcastError as error:
             return str(error)
         return ""
@@ -174,6 +139,6 @@ class LmdeployExecutor(SwitchExecutor):
     def after_decision(self) -> None:
         """Implements ``SwitchExecutor.after_decision``."""
         try:
-            self._calls.call("mark", timeout_s=_MARK_S)
+            self._hooks.call("mark", timeout_s=_MARK_S)
         except WeightcastError as error:
             log.error("the mark was not sent, and the ranks will give up: %s", error)

@@ -9,7 +9,6 @@ it serves an unknown version.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Collection
@@ -19,11 +18,13 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from weightcast.errors import Refused
-from weightcast.plugins.api_server import between_updates, fall_asleep, wake_up
-from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployHooks
+from weightcast.plugins.engine_server import SleepGuard
+from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import take_written
-from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
-from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS
+from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, mp_executor
+from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
+from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST
+from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.receiver.api_keys import Guard
 from weightcast.receiver.session import SessionHandler
 
@@ -43,47 +44,33 @@ _UNFINISHED = "an update through LMDeploy's own routes is not finished: finish i
 _UNPROVEN = "these weights came through LMDeploy's own routes: their version is not known, and they are not proven"
 
 
-def guard_sleep(
-    router: APIRouter,
-    async_engine: Any,
-    engine: SessionHandler,
-    hooks: LmdeployHooks,
-    calls: EngineCalls,
-    guard: Guard,
-    *,
-    never: str = "",
-) -> None:
+def guard_sleep(router: APIRouter, async_engine: Any, guard: SleepGuard, hooks: LmdeployHooks, keys: Guard) -> None:
     """Wraps an engine's ``sleep`` and replaces the route of its wake-up, which LMDeploy calls without waiting.
 
     Both answer 409 while an update is under way.  Requests that run end with reason ``abort``.
-
-    Args:
-        never: Reason why this LMDeploy could not wake up, so that sleep is refused; empty if it can.
 
     Raises:
         ConfigError: This LMDeploy has no route for the wake-up.
     """
     sleep, wakeup = async_engine.sleep, async_engine.wakeup
-    refusal = functools.partial(HTTPException, 409)
+    cannot_wake = mp_executor(async_engine.backend_config)
 
     async def guarded_sleep(level: int = 1) -> None:
-        calls.set_loop(asyncio.get_running_loop())
-
-        def do() -> None:
-            if never:
-                raise Refused(never, hint="use --distributed-executor-backend ray")
-            discarded = _DISCARDED if level >= 2 else ""
-            # LMDeploy takes a second sleep while only the KV cache sleeps.
-            fall_asleep(engine, hooks, (WEIGHTS,), lambda: calls.result(sleep(level), _SLEEP_S), discarded=discarded)
-
-        await between_updates(engine, do, refusal)
+        if cannot_wake:
+            words = f"no sleep: {NO_ANSWERS}, so it could not wake up (use --distributed-executor-backend ray)"
+            raise HTTPException(409, words)
+        # LMDeploy takes a second sleep while only the KV cache sleeps.
+        await guard.sleep(
+            lambda: hooks.result(sleep(level), _SLEEP_S), awake=(WEIGHTS,), discards=_DISCARDED if level >= 2 else ""
+        )
 
     async def guarded_wakeup(request: Request) -> Response:
         tags = request.query_params.getlist("tags")
-        calls.set_loop(asyncio.get_running_loop())
 
         def do() -> None:
-            _check_tags(tags)
+            unknown = sorted(set(tags) - set(TAGS))
+            if unknown:  # LMDeploy would only log them, and wake nothing
+                raise Refused(f"no memory of LMDeploy is called {', '.join(unknown)}", hint=f"use {' or '.join(TAGS)}")
             # LMDeploy would wake nothing if one of them is awake.
             asleep = [tag for tag in tags or TAGS if tag in hooks.asleep]
 
@@ -94,71 +81,63 @@ def guard_sleep(
                 # LMDeploy warms up, and captures graphs, as soon as it has a KV cache.
                 raise Refused("the KV cache cannot wake before the weights", hint=WAKE_FIRST)
             if asleep:
-                wake_up(engine, hooks, lambda: calls.result(wake(), _SLEEP_S))
+                hooks.result(wake(), _SLEEP_S)
 
-        await between_updates(engine, do, refusal)
+        await guard.wake(do)
         return Response(status_code=200)
 
     async_engine.sleep = guarded_sleep
-    routes = [route for route in router.routes if isinstance(route, APIRoute) and route.path == "/wakeup"]
-    if not routes:
-        raise LMDEPLOY.other_version(["the server has no route /wakeup"])
-    checked = [Depends(guard.check_key), *routes[0].dependencies]
-    route = APIRoute("/wakeup", guarded_wakeup, methods=["POST"], dependencies=checked)
-    router.routes.insert(0, route)  # in front: the first route that matches answers
+    found = _posts(router, ["/wakeup"])["/wakeup"]
+    _put_in_front(router, found, guarded_wakeup, keys)
 
 
-def _check_tags(tags: Collection[str]) -> None:
-    """Raises ``Refused`` for tags that LMDeploy does not know; it would only log them, and wake nothing."""
-    unknown = sorted(set(tags) - set(TAGS))
-    if unknown:
-        raise Refused(f"no memory of LMDeploy is called {', '.join(unknown)}", hint=f"use {' or '.join(TAGS)}")
+def _posts(router: APIRouter, paths: Collection[str]) -> dict[str, APIRoute]:
+    """LMDeploy's own routes to POST to; ``ConfigError`` names those that are missing."""
+    routes = [route for route in router.routes if isinstance(route, APIRoute)]
+    found = {route.path: route for route in routes if "POST" in (route.methods or ())}
+    lacking = [f"the server has no route {path}" for path in paths if path not in found]
+    if lacking:
+        raise LMDEPLOY.other_version(lacking)
+    return found
+
+
+def _put_in_front(router: APIRouter, route: APIRoute, endpoint: Callable[..., Any], keys: Guard) -> None:
+    """Has a route answered by ours, behind our check of keys too: LMDeploy's own can be passed by."""
+    checked = [Depends(keys.check_key), *route.dependencies]
+    # The first route that matches answers.
+    router.routes.insert(0, APIRoute(route.path, endpoint, methods=["POST"], dependencies=checked))
 
 
 def admit_own_updates(
-    router: APIRouter, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls, folder: str, guard: Guard
+    router: APIRouter, engine: SessionHandler, guard: SleepGuard, hooks: LmdeployHooks, folder: str, keys: Guard
 ) -> None:
-    """Wraps the routes that write weights; ``ConfigError`` without one.  They answer 409 during an update of ours.
-
-    Our guard is before them too: LMDeploy's own check can be passed by, and one of them reads pickles.
-    """
-    routes = [route for route in router.routes if isinstance(route, APIRoute)]
-    found = {route.path: route for route in routes if "POST" in (route.methods or ())}
-    lacking = [f"the server has no route {path}" for path in _WRITING if path not in found]
-    if lacking:
-        raise LMDEPLOY.other_version(lacking)
-    updates = _OwnUpdates(engine, hooks, calls, folder)
+    """Wraps the routes that write weights; ``ConfigError`` without one.  They answer 409 during an update of ours."""
+    found = _posts(router, _WRITING)
+    updates = _OwnUpdates(engine, guard, hooks, folder)
     for path, is_last in _WRITING.items():
-        served = updates.told(found[path].endpoint, is_last)
-        checked = [Depends(guard.check_key), *found[path].dependencies]
-        route = APIRoute(path, served, methods=["POST"], dependencies=checked)
-        router.routes.insert(0, route)  # in front: the first route that matches answers
+        _put_in_front(router, found[path], updates.told(found[path].endpoint, is_last), keys)
 
 
 class _OwnUpdates:
-    def __init__(self, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls, folder: str) -> None:
-        self._engine, self._hooks, self._calls, self._folder = engine, hooks, calls, folder
+    def __init__(self, engine: SessionHandler, guard: SleepGuard, hooks: LmdeployHooks, folder: str) -> None:
+        self._engine, self._guard, self._hooks, self._folder = engine, guard, hooks, folder
         self._unfinished = False
 
     def told(self, endpoint: Callable[..., Any], is_last: Callable[[Any], bool]) -> Callable[..., Any]:
-        refusal = functools.partial(HTTPException, 409)
-
         @functools.wraps(endpoint)
         async def served(request: Any, raw_request: Any = None) -> Response:
-            self._calls.set_loop(asyncio.get_running_loop())
-
             def do() -> Response:
                 try:
                     answer = endpoint(request, raw_request)
                     if inspect.isawaitable(answer):
-                        answer = self._calls.result(answer, _UPDATE_S)
+                        answer = self._hooks.result(answer, _UPDATE_S)
                 finally:
                     self._look()
                 if is_last(request) and answer.status_code == 200:
                     self._end()
                 return answer
 
-            return await between_updates(self._engine, do, refusal)
+            return await self._guard.alone(do)
 
         # LMDeploy's annotations are text that only its own module can read.
         served.__signature__ = inspect.signature(endpoint, eval_str=True)  # type: ignore[attr-defined]

@@ -23,7 +23,8 @@ from weightcast.plugins.lmdeploy.folder import note_failure, note_written
 from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, LMDEPLOY, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
-from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
+from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, SleepingWeights
+from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver.loader import residents_of

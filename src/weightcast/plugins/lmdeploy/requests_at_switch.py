@@ -83,13 +83,10 @@ class LmdeployRequests:
         finally:
             self._waiting = None
 
-    def stop_waiting(self) -> None:
-        """Ends a ``pause`` that waits for running requests."""
+    def resume(self) -> None:
+        """Lets the requests in that were held back, and ends a ``pause`` that still waits for running ones."""
         if self._waiting is not None:
             self._waiting.cancel()
-
-    def resume(self) -> None:
-        """Lets the requests in that were held back."""
         held, self._held = self._held, None
         if held:
             self._add_messages(held)

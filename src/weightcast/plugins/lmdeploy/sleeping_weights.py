@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.receiver.loader import residents_of
 
-WEIGHTS = "weights"
 TAGS = (WEIGHTS, "kv_cache")  # LMDeploy's own; sleep means both
 WAKE_FIRST = "POST /wakeup?tags=weights, then update; POST /wakeup?tags=kv_cache can come last"
 

@@ -1,10 +1,9 @@
-"""The routes under ``/weightcast`` in SGLang's API server, and the session that they drive."""
+"""Our routes in SGLang's API server, and the guards around its own sleep and its own updates."""
 
 # SGLang is not installed where this is checked.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from typing import Any
@@ -13,21 +12,26 @@ from fastapi import FastAPI, HTTPException
 from fastapi.routing import APIRoute
 
 from weightcast.config import PauseMode
-from weightcast.plugins.api_server import SleepingSessions, server_watchers
 from weightcast.plugins.drafts import keeps_draft
+from weightcast.plugins.engine_server import EngineServer, SleepGuard, refuse
+from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.plugins.rank_sockets import SwitchExecutor, engine_facts, transports_of
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
-from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
-from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
-from weightcast.receiver.api_keys import Guard, warn_if_open
-from weightcast.receiver.peer_routes import peer_routes
-from weightcast.receiver.server import weight_routes
+from weightcast.plugins.sglang.settings import (
+    check_settings,
+    has_draft,
+    loses_weights,
+    ranks_of,
+    resolved,
+    tags_of,
+    updates_draft,
+)
+from weightcast.receiver.api_keys import warn_if_open
 from weightcast.receiver.session import SessionHandler
 
 log = logging.getLogger("weightcast.plugins.sglang")
 
-_FIRST_VERSION = 0  # of the weights that SGLang was started with
 ROUTES = (
     "/update_weights_from_disk",
     "/update_weights_from_tensor",
@@ -39,6 +43,10 @@ ROUTES = (
 )
 _OURS = "/weightcast/"
 _INSTEAD = "this server is updated through /weightcast (SGLANG_PLUGINS names weightcast)"
+_DISCARDED = (
+    "sleep discarded the weights: wake them (/resume_memory_occupation with tags [weights]), then make a full update, "
+    "or start SGLang with --enable-weights-cpu-backup"
+)
 _READS = ("checksum", "snapshot", "compare")
 
 
@@ -68,16 +76,12 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
         no_pause=_no_pause(server_args),
         hazards=(keeps_draft("SGLang"),) if has_draft(server_args) and not updates_draft(server_args) else (),
     )
-    watchers = server_watchers(facts.model, version=_FIRST_VERSION, metrics=bool(settings.enable_metrics))
-    engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, watchers=watchers)
-    guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(settings))
-
-    def note_loop() -> None:
-        hooks.set_loop(asyncio.get_running_loop())
-
     keys = keys_of(settings)
+    server = EngineServer("SGLang", keys=keys)
+    sessions = server.start(executor, hooks, facts, metrics=bool(settings.enable_metrics))
+    guard_sleep(tokenizer_manager, sessions, hooks, loses=loses_weights(settings))
     warn_if_open(keys, host=settings.host, port=settings.port, option="--admin-api-key or --api-key")
-    add_routes(app, engine, Guard(keys, admitted=note_loop))
+    add_routes(app, server)
     close_other_updates(app, tokenizer_manager)
     check_levels(app)
 
@@ -102,16 +106,15 @@ def keys_of(settings: Any) -> list[str]:
     return [key] if key else []
 
 
-def add_routes(app: FastAPI, engine: SessionHandler, guard: Guard) -> None:
+def add_routes(app: FastAPI, server: EngineServer) -> None:
     """Adds our routes, with the rules for keys that SGLang's own update routes have.
 
     The routes themselves, not their routers: since FastAPI 0.137 an included router is one entry without an endpoint,
     in which SGLang finds no level of access.
     """
-    for router in (weight_routes(engine, guard=guard), peer_routes(lambda: engine, guard=guard)):
-        for route in router.routes:
-            assert isinstance(route, APIRoute)
-            app.router.routes.append(_for_admins(route))
+    for route in (route for router in server.routers for route in router.routes):
+        assert isinstance(route, APIRoute)
+        app.router.routes.append(_for_admins(route))
 
 
 def _for_admins(route: APIRoute) -> APIRoute:
@@ -163,3 +166,34 @@ def close_other_updates(app: FastAPI, manager: Any) -> None:
         return await check(obj, *arguments, **named)
 
     manager.check_weights = check_weights
+
+
+def guard_sleep(manager: Any, engine: SessionHandler, hooks: SglangHooks, *, loses: bool) -> None:
+    """Wraps a manager's ``release_memory_occupation`` and ``resume_memory_occupation``.
+
+    They are refused, with 400, while an update is under way, while requests run, and for memory that sleeps already or
+    is awake.
+
+    Args:
+        loses: True if weights that sleep come back with other contents.
+    """
+    release, resume = manager.release_memory_occupation, manager.resume_memory_occupation
+    guard = SleepGuard(engine, hooks, ValueError)
+
+    async def guarded_release(obj: Any, request: Any = None) -> None:
+        tags = tags_of(obj)
+        discards = _DISCARDED if loses and WEIGHTS in tags else ""
+        await guard.sleep(lambda: hooks.run(release(obj, request)), tags=tags, awake=tags, discards=discards)
+
+    async def guarded_resume(obj: Any, request: Any = None) -> None:
+        def do() -> None:
+            tags = tags_of(obj) if obj.tags else hooks.asleep
+            refuse(tags - hooks.asleep, "is awake")
+            obj.tags = sorted(tags)
+            if tags:
+                hooks.run(resume(obj, request))
+            hooks.woke(tags)
+
+        await guard.wake(do)
+
+    manager.release_memory_occupation, manager.resume_memory_occupation = guarded_release, guarded_resume

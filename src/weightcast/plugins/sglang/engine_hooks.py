@@ -13,14 +13,13 @@ from typing import Any
 
 from weightcast.config import PauseMode
 from weightcast.errors import Refused
-from weightcast.plugins.api_server import EngineLoop
+from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
 from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, SGLANG
 
-_SHORT_S = 30.0
 _LOOK_S = 0.02
 
 
-class SglangHooks(EngineLoop):
+class SglangHooks(ServerHooks):
     """``EngineHooks`` over SGLang's tokenizer manager."""
 
     engine = "SGLang"
@@ -30,8 +29,6 @@ class SglangHooks(EngineLoop):
         SGLANG.check_attributes(manager, MANAGER_ATTRIBUTES)
         super().__init__()
         self._manager = manager
-        self._held = False
-        self._asleep: frozenset[str] = frozenset()
 
     @property
     def paused(self) -> bool:
@@ -43,49 +40,34 @@ class SglangHooks(EngineLoop):
 
         A server that its operator has paused is left as it is: nothing of it generates.  Nor does one that sleeps.
         """
-        if mode in ("in_place", "retract") or self._asleep or (self.paused and not self._held):
+        if mode in ("in_place", "retract") or self.state is PauseState.ASLEEP or self._is_operators():
             return
-        self._held = True
+        self.become(PauseState.OURS)
         draining = self._drain(abort=mode == "abort")
         self.wait(draining, timeout_s, "running requests to stop", stoppable=mode == "wait")
 
-    def resume(self) -> None:
-        """Lets requests go on, unless an operator has paused SGLang or some of its memory sleeps."""
-        if self._held and not self._asleep:
-            self._held = False
-            self.wait(self._release(), _SHORT_S, "SGLang to resume")
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Tags of the memory that sleeps."""
-        return self._asleep
-
     def hold_for_sleep(self) -> None:
         """Holds new requests back; raises ``Refused`` if some run, and then nothing is held."""
-        if self.paused:
+        if self._is_operators() or self.paused:
             return
-        self._held = True
-        if not self.wait(self._hold_if_idle(), _SHORT_S, "requests to be held back"):
-            self._held = False
+        self.become(PauseState.OURS)
+        if not self.wait(self._hold_if_idle(), SHORT_S, "requests to be held back"):
+            self.become(PauseState.RUNNING)
             raise Refused(
                 "requests are running, and SGLang would end itself if it fell asleep now",
                 hint="wait for them, or POST /pause_generation with mode abort first",
             )
 
-    def fell_asleep(self, tags: frozenset[str]) -> None:
-        """Notes memory that sleeps."""
-        self._asleep |= tags
-
-    def woke(self, tags: frozenset[str]) -> None:
-        """Notes memory that is back."""
-        self._asleep -= tags
-
-    def drop_caches(self) -> None:
-        """Does nothing: the switch has dropped them, in every rank."""
-
     def set_version(self, version: int) -> None:
         """Sets the version that SGLang reports of itself and in its answers."""
-        self.wait(self._stamp(str(version)), _SHORT_S, "the new version to be noted")
+        self.wait(self._stamp(str(version)), SHORT_S, "the new version to be noted")
+
+    def _is_operators(self) -> bool:
+        """Notes and tells whether SGLang is paused, and not by us."""
+        operators = self.paused and self._awake_state is not PauseState.OURS
+        if operators:
+            self.become(PauseState.OPERATORS)
+        return operators
 
     async def _drain(self, *, abort: bool) -> None:
         from sglang.srt.managers.io_struct import AbortReq
@@ -108,10 +90,10 @@ class SglangHooks(EngineLoop):
             manager.is_pause = True
         idle = not await manager.model_update_lock.is_locked()
         if not idle:
-            await self._release()
+            await self._go_on()
         return idle
 
-    async def _release(self) -> None:
+    async def _go_on(self) -> None:
         async with self._manager.is_pause_cond:
             self._manager.is_pause = False
             self._manager.is_pause_cond.notify_all()

@@ -21,10 +21,19 @@ from torch import nn
 from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import TABLE, DraftModel, Weights, apart
 from weightcast.plugins.engine_needs import dotted, reason_logged
+from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.plugins.sglang.hook_points import ENGINE, FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
 from weightcast.plugins.sglang.requests_at_switch import Boundary, SglangRequests
-from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, resolved, updates_draft
-from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
+from weightcast.plugins.sglang.settings import (
+    WAKE_FIRST,
+    check_settings,
+    has_draft,
+    loses_weights,
+    ranks_of,
+    resolved,
+    tags_of,
+    updates_draft,
+)
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver import WeightReceiver

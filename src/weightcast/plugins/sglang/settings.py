@@ -12,8 +12,13 @@ from typing import Any
 from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.engine_needs import RefusedSetting, is_on
+from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.plugins.sglang.hook_points import SGLANG
 
+TAGS = ("kv_cache", WEIGHTS, "cuda_graph")  # SGLang's own, all of which an empty list means
+WAKE_FIRST = (
+    "POST /resume_memory_occupation with tags [weights], then update; tags [kv_cache, cuda_graph] can come last"
+)
 _WITH_DRAFT = ("0.5.17", "0.5.23")  # versions of SGLang in which drafts were tried
 
 _REFUSED: tuple[RefusedSetting, ...] = (
@@ -158,3 +163,14 @@ def ranks_of(server_args: Any) -> int:
     settings = resolved(server_args)
     sizes = (getattr(settings, name, None) or 1 for name in ("dp_size", "tp_size", "pp_size"))
     return math.prod(int(size) for size in sizes)
+
+
+def tags_of(request: Any) -> frozenset[str]:
+    """The memory that a request to sleep or to wake up names; all of it if it names none."""
+    return frozenset(request.tags or TAGS)
+
+
+def loses_weights(server_args: Any) -> bool:
+    """Returns whether weights that sleep come back with other contents."""
+    saves, keeps = "enable_memory_saver", "enable_weights_cpu_backup"
+    return bool(getattr(server_args, saves, False)) and not getattr(server_args, keeps, False)

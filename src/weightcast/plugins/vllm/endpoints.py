@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from weightcast.errors import ConfigError, Refused
-from weightcast.plugins.api_server import SleepingSessions, server_watchers
+from weightcast.plugins.engine_server import EngineServer
 from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
 from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
 from weightcast.plugins.vllm.answer_versions import AddsVersions, watch
@@ -36,10 +36,7 @@ from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.plugins.vllm.stores import store_outside
 from weightcast.receiver.adapter_routes import adapter_routes
-from weightcast.receiver.api_keys import Guard, keys_of, warn_if_open
-from weightcast.receiver.peer_routes import peer_routes
-from weightcast.receiver.server import Late, weight_routes
-from weightcast.receiver.session import SessionHandler
+from weightcast.receiver.api_keys import keys_of, warn_if_open
 from weightcast.receiver.turns import Turns
 from weightcast.report import count_of
 from weightcast.wire.answers import Ack
@@ -52,21 +49,18 @@ _IN_ORDER = ("uni", "mp")  # executors whose ranks take calls and steps from one
 _PAUSE_S = 30.0
 _RANDOM = "vLLM was started with random weights (--load-format dummy): it is paused until a full update"
 _SOME_TOKENS = (0,) * 8
-_FIRST_VERSION = 0  # of the weights that vLLM was started with
 
 
-class Endpoints(Late):
+class Endpoints(EngineServer):
     """vLLM's endpoint plug-in: ``attach_router`` adds the routes, and ``init_state`` connects the engine later."""
 
     name = "weightcast"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        super().__init__(self._ready)
-        self._engine: SessionHandler | None = None
-        self._hooks: VllmHooks | None = None
-        self._guard = Guard(None)
+        super().__init__("vLLM", keys=None, score=self.score)
         self._turns = Turns()
+        self._vllm: VllmHooks | None = None
         self._adapters: Adapters | None = None
         self._app: FastAPI | None = None
         self._door: Door | None = None
@@ -77,12 +71,11 @@ class Endpoints(Late):
         add_first(app, AddsVersions)
         add_first(app, HandsOn, owner=lambda: self._owner)
         self._app = app
-        guard = self._guard
-        app.include_router(weight_routes(self, score=self.score, guard=guard))
-        app.include_router(peer_routes(self._ready, guard=guard))
+        for router in self.routers:
+            app.include_router(router)
         app.include_router(
             adapter_routes(
-                self._ready_adapters, lambda router, prefix: app.include_router(router, prefix=prefix), guard=guard
+                self._ready_adapters, lambda router, prefix: app.include_router(router, prefix=prefix), guard=self.guard
             )
         )
 
@@ -106,11 +99,11 @@ class Endpoints(Late):
         # As vLLM does: its option takes precedence over its variable.
         given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
         keys = keys_of(given, engine="vLLM", setting="api_key")
-        self._guard.accept(keys)
+        self.guard.accept(keys)
         if getattr(args, "uds", None) is None and getattr(args, "ssl_cert_reqs", 0) != ssl.CERT_REQUIRED:
             warn_if_open(keys, host=getattr(args, "host", None), port=int(getattr(args, "port", 0)), option="--api-key")
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._start, engine_client, loop, args, state.openai_serving_models, servers)
+        await loop.run_in_executor(None, self._connect, engine_client, loop, args, state.openai_serving_models, servers)
         if servers > 1:
             assert self._app is not None
             self._door = Door(self._app)
@@ -120,15 +113,22 @@ class Endpoints(Late):
 
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
-        return self._turns.apply(self._ready(), message)
+        return self._turns.apply(self.ready(), message)
 
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Returns the log-probability of each token but the first, given those before it."""
-        if self._hooks is None or self._ready().state == "quarantined" or self._hooks.asleep:
+        if self._vllm is None or self.ready().state == "quarantined" or self._vllm.asleep:
             raise Refused("this engine is paused and cannot score")
-        return self._hooks.score(token_ids)
+        return self._vllm.score(token_ids)
 
-    def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace, serving: Any, servers: int) -> None:
+    def _connect(
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        args: Namespace,
+        serving: Any,
+        servers: int,
+    ) -> None:
         import vllm
 
         config = client.vllm_config
@@ -182,37 +182,30 @@ class Endpoints(Late):
                 not_updated=settings.not_updated,
             ),
         )
-        self._hooks = hooks
-        self._engine = SleepingSessions(
-            executor, hooks, facts, version=_FIRST_VERSION, watchers=server_watchers(name, version=_FIRST_VERSION)
-        )
+        self._vllm = hooks
+        sessions = self.start(executor, hooks, facts)
         self._adapters = Adapters(
             hooks,
             serving=serving,
             base=facts,
-            engine=self._engine,
+            engine=sessions,
             world_size=world_size,
             turns=self._turns,
             why_none=why_no_adapters(config, servers=servers),
             elsewhere=elsewhere,
         )
-        guard_sleep(client, loop, self._engine, hooks, self._adapters)
+        guard_sleep(client, sessions, hooks, self._adapters)
         if settings.warm_up:  # vLLM compiles a function for log-probabilities of prompts, which ``behaviour`` asks for
             hooks.score(_SOME_TOKENS)
         if is_dummy(config):
             hooks.pause_anyway("abort", _PAUSE_S)
-            with self._engine.between_updates():
-                self._engine.discarded(_RANDOM)
+            with sessions.between_updates():
+                sessions.discarded(_RANDOM)
 
     def _ready_adapters(self) -> Adapters:
         if self._adapters is None:
             raise HTTPException(503, "vLLM is still starting")
         return self._adapters
-
-    def _ready(self) -> SessionHandler:
-        if self._engine is None:
-            raise HTTPException(503, "vLLM is still starting")
-        return self._engine
 
 
 def elsewhere_of(config: Any) -> Elsewhere | None:

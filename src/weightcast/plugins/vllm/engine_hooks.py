@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.api_server import EngineLoop
 from weightcast.plugins.other_hosts import RankInvitation
+from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
 from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.rank_protocol import end_vllm
@@ -29,9 +29,7 @@ from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
-_SHORT_S = 30.0
 _REPLICAS_AGREE = 0.1  # nats
-SLEEP_TAGS = ("weights", "kv_cache")
 # vLLM's name of each mode, and whether it drops the KV cache.
 _MODES: dict[PauseMode, tuple[str, bool]] = {
     "in_place": ("keep", False),
@@ -54,7 +52,7 @@ async def on_cores(client: Any, replicas: int, method: str, *arguments: Any) -> 
     return await asyncio.gather(*calls)
 
 
-class VllmHooks(EngineLoop):
+class VllmHooks(ServerHooks):
     """``EngineHooks`` over vLLM's engine client."""
 
     engine = "vLLM"
@@ -84,65 +82,41 @@ class VllmHooks(EngineLoop):
         self._cache_outside = cache_outside
         self._encoders = encoders
         self._replicas = replicas
-        self._paused = False
-        self._foreign = False
         self._mode: PauseMode = "in_place"
-        self._asleep: frozenset[str] = frozenset()
         self._cores = ""  # how engine cores step, if a switch is a call into them
         self._in_switch: tuple[PauseMode, ...] = ()  # modes whose pause is a part of that call
         self._in_order = self._waits = False
         self._goes_on = False
-        self._ends = False
         self._stamp = self._stamp_before = _STARTED_WITH
         self._says_versions = False
 
-    @property
-    def paused(self) -> bool:
-        """True while vLLM sleeps, wholly or in part, or is paused for an update or by the quarantine.
+    def woke(self, tags: Collection[str]) -> None:
+        """Notes that vLLM has this memory again.  With the last of it, vLLM resumes by itself."""
+        super().woke(tags)
+        if not self.asleep:
+            self.become(PauseState.RUNNING)
 
-        This object does not notice an operator's own pause.
-        """
-        return self._paused or bool(self._asleep)
+    def woken_by(self, tags: Sequence[str] | None) -> frozenset[str]:
+        """Returns the memory that ``wake_up(tags)`` wakes: none if some of it is awake."""
+        wanted = self.asleep if tags is None else frozenset(tags) - {"scheduling"}
+        return wanted if wanted <= self.asleep else frozenset()
 
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Tags of the memory that vLLM has freed for sleep: ``weights``, ``kv_cache``."""
-        return self._asleep
-
-    def fell_asleep(self, tags: Iterable[str] = SLEEP_TAGS) -> None:
-        """Notes that vLLM has freed the memory with these tags; vLLM has paused itself before."""
-        self._asleep |= frozenset(tags)
-        self._paused = False
-
-    def woke(self, tags: Sequence[str] | None) -> None:
-        """Notes that vLLM has this memory again (None: all of it).  With the last of it, vLLM resumes by itself."""
-        self._asleep = self.still_asleep(tags)
-        if not self._asleep:
-            self._paused = False
-
-    def still_asleep(self, tags: Sequence[str] | None) -> frozenset[str]:
-        """Returns the tags that still sleep after ``wake_up(tags)``.  vLLM wakes nothing if one of them is awake."""
-        if tags is None:
-            return frozenset()
-        wanted = frozenset(tags) - {"scheduling"}
-        return self._asleep - wanted if wanted <= self._asleep else self._asleep
-
-    def wake_paused(self, tags: Sequence[str] | None, wake_up: Callable[[], Any]) -> Any:
-        """Wakes memory without weights that are known: vLLM stays paused until an update resumes it.
+    def wake_paused(self, wake_up: Callable[[], Any]) -> Any:
+        """Wakes all memory without weights that are known: vLLM stays paused until an update resumes it.
 
         Requests that came while it slept end.
 
         Args:
             wake_up: vLLM's own call, whose answer is returned.
         """
-        self.pause_anyway("abort", _SHORT_S)
-        self.wait(self._on_cores(STAY_PAUSED, True), _SHORT_S, "engine cores to stay paused")
+        self.pause_anyway("abort", SHORT_S)
+        self.wait(self._on_cores(STAY_PAUSED, True), SHORT_S, "engine cores to stay paused")
         try:
             answer = wake_up()
         finally:
-            self.wait(self._on_cores(STAY_PAUSED, False), _SHORT_S, "engine cores that stayed paused")
-        self.woke(tags)
-        self._paused, self._foreign = True, False
+            self.wait(self._on_cores(STAY_PAUSED, False), SHORT_S, "engine cores that stayed paused")
+        self.woke(self.asleep)
+        self.become(PauseState.OURS)
         return answer
 
     @property
@@ -162,14 +136,14 @@ class VllmHooks(EngineLoop):
         That is so if this vLLM's cores can; its log says if they cannot.  Called once, at the start.
         """
         try:
-            self.wait(self._on_cores(SAY_VERSION, self._stamp), _SHORT_S, "engine cores to answer")
+            self.wait(self._on_cores(SAY_VERSION, self._stamp), SHORT_S, "engine cores to answer")
             self._says_versions = True
         except EngineFailure as error:
             log.warning("weightcast: answers say no weight version, as this version has another engine core: %s", error)
         if self._prefixes == "none":
             return
         try:
-            if all(self.wait(self._on_cores(NEXT_GENERATION, False), _SHORT_S, "engine cores to answer")):
+            if all(self.wait(self._on_cores(NEXT_GENERATION, False), SHORT_S, "engine cores to answer")):
                 self._prefixes = "apart"
         except EngineFailure as error:
             log.warning("weightcast refuses pauses in place, as this version has another engine core: %s", error)
@@ -181,36 +155,34 @@ class VllmHooks(EngineLoop):
         """
         self._mode = mode
         self._goes_on = False
-        if self._ends:
-            self._paused = True
-            return
-        if self._asleep:
-            self._foreign = True
+        if self.state in (PauseState.ENDING, PauseState.ASLEEP):
             return
         if mode == "in_place" and self._stale:
             reason, _, hint = self._stale.partition("; ")
             raise Refused(reason, hint=hint)
-        if self._paused or not self._in_switch:
-            self.pause_anyway(mode, timeout_s)
-            if mode == "in_place" and self._prefixes == "apart" and not self._cores:
-                self.wait(self._on_cores(NEXT_GENERATION, True), _SHORT_S, "engine cores to part the prefixes")
-        elif mode in self._in_switch:
-            self._foreign = True  # nothing to resume, also if an operator has paused vLLM
-        elif self._cores == ALONE:
-            self._pause_now(self._pause_for_switch(_MODES[mode][0]), mode, timeout_s)
-            self._goes_on = not self._foreign
-        else:
-            self.pause_anyway(mode, timeout_s)
+        if self.state is PauseState.RUNNING and mode in self._in_switch:
+            return
+        if self.state is PauseState.RUNNING and self._cores == ALONE:
+            self._goes_on = self._pause_now(self._pause_for_switch(_MODES[mode][0]), mode, timeout_s)
+            return
+        self.pause_anyway(mode, timeout_s)
+        if mode == "in_place" and self._prefixes == "apart" and not self._cores:
+            self.wait(self._on_cores(NEXT_GENERATION, True), SHORT_S, "engine cores to part the prefixes")
 
     def pause_anyway(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM, asleep or not."""
         name, clear = _MODES[mode]
         self._pause_now(self._pause(name, clear), mode, timeout_s)
 
-    def _pause_now(self, pausing: Coroutine[Any, Any, bool], mode: PauseMode, timeout_s: float) -> None:
-        ours, self._paused, self._foreign = self._paused, True, False
+    def _pause_now(self, pausing: Coroutine[Any, Any, bool], mode: PauseMode, timeout_s: float) -> bool:
+        """Pauses vLLM and notes whose pause it is; returns True if it is ours."""
+        ran = self._awake_state is PauseState.RUNNING
+        if ran:
+            self.become(PauseState.OURS)
         before = self.wait(pausing, timeout_s, "running requests to stop", stoppable=mode == "wait")
-        self._foreign = before and not ours
+        if ran and before:
+            self.become(PauseState.OPERATORS)
+        return self._awake_state is PauseState.OURS
 
     async def _pause(self, name: str, clear: bool) -> bool:
         """Pauses vLLM and returns whether it was paused before.
@@ -227,11 +199,8 @@ class VllmHooks(EngineLoop):
         await self._client.engine_core.pause_scheduler_async(mode=name, clear_cache=False)
         return bool(before)
 
-    def resume(self) -> None:
-        """Resumes vLLM, unless it was paused or asleep before the update; then its operator resumes it."""
-        if not self._foreign and not self._asleep:
-            self.wait(self._resume_vllm(), _SHORT_S, "vLLM to resume")
-        self._paused = self._foreign = False
+    def _go_on(self) -> Coroutine[Any, Any, Any]:
+        return self._resume_vllm()
 
     def drop_caches(self) -> None:
         """Drops the cached outputs of encoders after a pause that kept caches; other pauses have dropped them.
@@ -239,8 +208,8 @@ class VllmHooks(EngineLoop):
         If half of an image is in a request's KV cache, the rest of it comes from the new weights: vLLM runs the encoder
         again.
         """
-        if self._encoders and self._mode == "in_place" and self._cores != ALONE and not self._asleep:
-            self.wait(self._client.reset_encoder_cache(), _SHORT_S, "the cache of encoders to be dropped")
+        if self._encoders and self._mode == "in_place" and self._cores != ALONE and not self.asleep:
+            self.wait(self._client.reset_encoder_cache(), SHORT_S, "the cache of encoders to be dropped")
 
     def set_version(self, version: int) -> None:
         """Sets the weight version of answers, which is vLLM's own too where it has one, unless a switch has."""
@@ -248,15 +217,15 @@ class VllmHooks(EngineLoop):
         if stamp == self._stamp:
             return
         if self._says_versions:
-            self.wait(self._on_cores(SAY_VERSION, stamp), _SHORT_S, "the new version to be noted")
+            self.wait(self._on_cores(SAY_VERSION, stamp), SHORT_S, "the new version to be noted")
         if hasattr(self._client, "update_weight_version"):
-            self.wait(self._client.update_weight_version(stamp), _SHORT_S, "the new version to be noted")
+            self.wait(self._client.update_weight_version(stamp), SHORT_S, "the new version to be noted")
         self._stamp = stamp
 
     def listen(self, invitation: RankInvitation) -> None:
         """Gives every rank the invitation: it then listens, or comes from another host."""
         text = msgspec.json.encode(invitation).decode()
-        self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"invitation": text})
+        self.rpc("init_weight_transfer_engine", SHORT_S, init_info={"invitation": text})
 
     def switch_in_calls(self, *, in_order: bool, waits: bool = False) -> None:
         """From now on a switch is one call into each engine core, if this vLLM's cores know that call.
@@ -265,12 +234,12 @@ class VllmHooks(EngineLoop):
         for the device all the same (``waits``), a core that steps alone hands out the tokens in flight before it.
         """
         try:
-            (self._cores,) = set(self.wait(self._on_cores(ASK), _SHORT_S, "engine cores to answer"))
+            (self._cores,) = set(self.wait(self._on_cores(ASK), SHORT_S, "engine cores to answer"))
         except EngineFailure as error:
             log.warning("weightcast pauses vLLM for each commit, as this version has another engine core: %s", error)
             return
         if hasattr(self._client, "get_weight_version"):
-            self._stamp = str(self.wait(self._client.get_weight_version(), _SHORT_S, "the weight version"))
+            self._stamp = str(self.wait(self._client.get_weight_version(), SHORT_S, "the weight version"))
         self._in_order, self._waits = in_order, waits
         if self._cores == ALONE:
             self._in_switch = ("in_place", "retract")
@@ -304,20 +273,20 @@ class VllmHooks(EngineLoop):
         if not self._cores:
             self.rpc(SWITCH, timeout_s)
             return False
-        ours = self._cores == ALONE and not self._asleep  # otherwise a pause, or sleep, has dropped the caches
-        keep_cache = self._mode == "in_place" and not self._asleep
+        ours = self._cores == ALONE and not self.asleep  # otherwise a pause, or sleep, has dropped the caches
+        keep_cache = self._mode == "in_place" and not self.asleep
         drop_cache, drop_encoders = ours and self._mode != "in_place", ours and self._encoders
         rest = drop_cache or drop_encoders or not self._in_order or (ours and self._waits)
         wishes = (rest, keep_cache, drop_cache, drop_encoders, self._goes_on)
         calls = self._on_cores(SWITCH_BETWEEN, *wishes, timeout_s, stamp)
-        was_ours, self._paused = self._paused, True  # if the call fails, nobody knows more
+        before = self._awake_state
+        if before is PauseState.RUNNING:
+            self.become(PauseState.OURS)  # if the call fails, nobody knows more
         said = self.wait(calls, timeout_s, "all ranks to switch")
-        if any(failed for failed, *_ in said):
-            self._foreign = self._foreign if was_ours else any(before for _, before, _ in said)
-        elif self._goes_on:
-            self._paused, self._foreign = False, True
-        else:
-            self._paused = was_ours
+        if not any(failed for failed, *_ in said):
+            self.become(PauseState.RUNNING if self._goes_on else before)
+        elif before is PauseState.RUNNING and any(paused for _, paused, _ in said):
+            self.become(PauseState.OPERATORS)
         self._goes_on = False
         return all(stamped for *_, stamped in said)
 
@@ -334,7 +303,7 @@ class VllmHooks(EngineLoop):
         """
         replicas = range(self._replicas) if self._replicas > 1 else (None,)
         first, *others = (
-            self.wait(self._score(list(token_ids), replica, lora), 4 * _SHORT_S, "log-probabilities")
+            self.wait(self._score(list(token_ids), replica, lora), 4 * SHORT_S, "log-probabilities")
             for replica in replicas
         )
         for number, found in enumerate(others, 1):
@@ -348,8 +317,8 @@ class VllmHooks(EngineLoop):
 
     def end(self, words: str) -> None:
         """Ends vLLM because a rank on another host is lost, as vLLM itself does for a rank on this host."""
-        if not self._ends:
-            self._ends = True
+        if self._awake_state is not PauseState.ENDING:
+            self.become(PauseState.ENDING)
             end_vllm(words)
 
     def rpc(self, method: str, timeout_s: float, **arguments: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused, some
-from weightcast.plugins.api_server import server_watchers
+from weightcast.plugins.engine_server import server_watchers
 from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import tables_of
 from weightcast.plugins.vllm.engine_hooks import VllmHooks

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from tests.helpers.sleep_session import Session
 from weightcast.errors import ConfigError
-from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls
+from weightcast.plugins.engine_server import SleepGuard
+from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import note_written
 from weightcast.plugins.lmdeploy.own_routes import admit_own_updates
 from weightcast.receiver.api_keys import Guard
@@ -56,9 +58,10 @@ class Server:
         async def ipc(request: Bucket, raw_request: Request = None) -> JSONResponse:  # type: ignore[assignment]
             return play(request)
 
-        hooks: Any = SimpleNamespace(resume=self.resume)
-        calls = EngineCalls(SimpleNamespace())
-        admit_own_updates(router, self.session, hooks, calls, str(folder), Guard())  # type: ignore[arg-type]
+        hooks: Any = LmdeployHooks(SimpleNamespace())
+        hooks.resume = self.resume
+        guard = SleepGuard(self.session, hooks, partial(HTTPException, 409))  # type: ignore[arg-type]
+        admit_own_updates(router, self.session, guard, hooks, str(folder), Guard())  # type: ignore[arg-type]
         app = FastAPI()
         app.include_router(router)
         self.client = TestClient(app, raise_server_exceptions=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from fastapi import APIRouter, HTTPException, Request
 from tests.helpers.clock import PATIENCE_S
 from tests.helpers.sleep_session import Session
 from weightcast.errors import EngineFailure, Refused
-from weightcast.plugins.lmdeploy.engine_hooks import EngineCalls, LmdeployExecutor, LmdeployHooks
+from weightcast.plugins.engine_server import SleepGuard
+from weightcast.plugins.lmdeploy.engine_hooks import LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import note_failure
 from weightcast.plugins.lmdeploy.own_routes import guard_sleep
 from weightcast.receiver.api_keys import Guard
@@ -51,9 +53,9 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def hooks_of(engine: Engine, loop: asyncio.AbstractEventLoop) -> LmdeployHooks:
-    calls = EngineCalls(engine)
-    calls.set_loop(loop)
-    return LmdeployHooks(SimpleNamespace(is_sleeping=False, sleeping_tags=set()), calls)
+    hooks = LmdeployHooks(SimpleNamespace(is_sleeping=False, sleeping_tags=set(), engine=engine))
+    hooks._loop = loop
+    return hooks
 
 
 def test_abort_and_wait_hold_requests_back_and_the_other_modes_do_not(loop: asyncio.AbstractEventLoop) -> None:
@@ -94,6 +96,8 @@ class AsyncEngine:
 
     def __init__(self) -> None:
         self.is_sleeping, self.sleeping_tags = False, set[str]()
+        self.engine: Any = None
+        self.backend_config = SimpleNamespace(distributed_executor_backend="uni")
         self.levels: list[int] = []
         self.failure = ""
 
@@ -115,11 +119,12 @@ class Sleeper:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self.engine, self.lmdeploy, self.session = loop, Engine(), AsyncEngine(), Session()
-        calls = EngineCalls(self.engine)
-        self.hooks = LmdeployHooks(self.lmdeploy, calls)
+        self.lmdeploy.engine = self.engine
+        self.hooks = LmdeployHooks(self.lmdeploy)
         self.router = APIRouter()
         self.router.post("/wakeup")(lambda: None)
-        guard_sleep(self.router, self.lmdeploy, self.session, self.hooks, calls, Guard())  # type: ignore[arg-type]
+        guard = SleepGuard(self.session, self.hooks, partial(HTTPException, 409))  # type: ignore[arg-type]
+        guard_sleep(self.router, self.lmdeploy, guard, self.hooks, Guard())
 
     def sleep(self, level: int = 1) -> None:
         asyncio.run_coroutine_threadsafe(self.lmdeploy.sleep(level), self.loop).result(PATIENCE_S)

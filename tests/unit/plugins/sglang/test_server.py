@@ -59,7 +59,7 @@ def hooks() -> Iterator[tuple[SglangHooks, Manager]]:
     thread.start()
     manager = Manager()
     made = SglangHooks(manager)
-    made.set_loop(loop)
+    made._loop = loop
     yield made, manager
     loop.call_soon_threadsafe(loop.stop)
     thread.join(PATIENCE_S)

@@ -450,7 +450,7 @@ def test_a_lost_core_leaves_vllm_paused_and_an_operators_pause_outlasts_a_failed
 def test_a_sleeping_engine_has_no_caches_to_drop(loop):
     client, core, hooks = switching(loop, "alone", encoders=True)
     core.answers = [["", True, True]]
-    hooks.fell_asleep()
+    hooks.fell_asleep(("weights", "kv_cache"))
     commit(hooks, "retract")
     assert client.said == ["switch 0: "]
     assert hooks.paused
@@ -473,14 +473,14 @@ def test_operators_pause_outlasts_an_update(loop):
 def test_a_half_woken_engine_is_neither_paused_again_nor_resumed(loop):
     client = Client()
     hooks = VllmHooks(client, loop, prefix_caching=True, encoders=True)
-    hooks.fell_asleep()
+    hooks.fell_asleep(("weights", "kv_cache"))
     hooks.woke(["weights"])
     assert hooks.paused
     hooks.pause("abort", 5.0)
     hooks.drop_caches()
     hooks.resume()
     assert client.said == []
-    hooks.woke(["weights", "kv_cache"])  # vLLM ignores a call that names what is awake
+    hooks.woke(hooks.woken_by(["weights", "kv_cache"]))  # vLLM ignores a call that names what is awake
     assert hooks.asleep == {"kv_cache"}
     hooks.woke(["kv_cache"])
     assert not hooks.paused
@@ -497,7 +497,7 @@ def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
     client, session, adapters = Client(), Session(), Adapters()
     client.engine_core = Core(client, "alone")
     hooks = VllmHooks(client, loop, prefix_caching=True)
-    guard_sleep(client, loop, session, hooks, adapters)  # type: ignore[arg-type]
+    guard_sleep(client, session, hooks, adapters)  # type: ignore[arg-type]
 
     def ask(work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(PATIENCE_S)
@@ -576,7 +576,7 @@ def test_version_goes_with_the_commit_alone(workers):
 def test_nobody_else_ends_the_pause_of_an_update(loop):
     client, session = Client(), Session()
     hooks = VllmHooks(client, loop, prefix_caching=True)
-    guard_sleep(client, loop, session, hooks, Adapters())  # type: ignore[arg-type]
+    guard_sleep(client, session, hooks, Adapters())  # type: ignore[arg-type]
 
     def resume() -> None:
         asyncio.run_coroutine_threadsafe(client.resume_generation(), loop).result(PATIENCE_S)
