@@ -15,11 +15,10 @@ pytestmark = [pytest.mark.engine]
 CHECK = """
 import sys
 sys.path.insert(0, {source!r})
-import weightcast.plugins.lmdeploy.hook_points as points
+import weightcast.plugins.hook_points as points
 {change}
 from weightcast.plugins.lmdeploy import engine_process, rank, server
-needed = points.IN_SERVER | points.IN_ENGINE | points.IN_RANKS
-points.check(needed)
+points.LMDEPLOY.check("server", "engine", "ranks")
 import os
 os.environ["WEIGHTCAST_LMDEPLOY_FOLDER"] = folder = "/nowhere"
 from lmdeploy.pytorch.engine.model_agent import agent
@@ -33,7 +32,7 @@ assert all(old is not new for old, new in zip(before, after))
 import inspect
 public = {{name for name, value in inspect.getmembers(EngineWorkerBase) if inspect.isfunction(value)}}
 assert {{method.__name__ for method in engine_process.METHODS}} <= public
-print(points.LMDEPLOY.version(), len(needed))
+print(points.LMDEPLOY.version(), sum(map(len, points.LMDEPLOY.places.values())))
 """
 
 

@@ -20,7 +20,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 import pkgutil, sglang
 from sglang.srt.plugins.hook_registry import HookRegistry
-from weightcast.plugins.sglang import hook_points as points
+from weightcast.plugins import hook_points as points
 places = [points.RUNNER + ".load_model", points.SCHEDULER + ".__init__", points.RECEIVER + "._pull_raw_reqs",
           points.SCHEDULER + "._maybe_namespace_elastic_radix_cache", points.UPDATER + ".release_memory_occupation",
           points.UPDATER + ".resume_memory_occupation", points.ENGINE + "._launch_subprocesses",

@@ -468,8 +468,8 @@ def hook_points() -> dict[str, Any]:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from weightcast.errors import ConfigError
+    from weightcast.plugins.hook_points import check_worker
     from weightcast.plugins.vllm import make_endpoints
-    from weightcast.plugins.vllm.hook_points import check_worker
 
     make_endpoints()
     check_worker(CPUWorker)

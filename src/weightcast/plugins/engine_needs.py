@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightcast.errors import ConfigError, WeightcastError, error_words
@@ -24,13 +24,22 @@ class EngineNeeds:
     Attributes:
         name: Name of the engine in errors.
         package: Name of its module and of its distribution.
+        run_versions: Versions in which our code was run.
         without: Advice on how to start the engine without our receiver.
+        install: Advice on which version to install.
+        refused: The reason why our code refuses to run in a version; empty if it does not.
+        places: Functions and classes that our code needs, for each part of the engine that runs it.
+        attributes: Attributes that only instances have, for each kind of object.
     """
 
     name: str
     package: str
     run_versions: tuple[str, ...]
     without: str
+    install: str = ""
+    refused: Callable[[str], str] = lambda version: ""
+    places: Mapping[str, Sequence[str]]
+    attributes: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def version(self) -> str:
         """The version of the engine; empty if it is not known."""
@@ -42,18 +51,22 @@ class EngineNeeds:
             except (ImportError, AttributeError):
                 return ""
 
-    @property
-    def run_in_words(self) -> str:
-        return " and ".join(self.run_versions)
+    def check(self, *parts: str, also: Iterable[str] = ()) -> None:
+        """Looks at the version, and for the places that our code needs in some parts of the engine.
 
-    def check(self, needed: Mapping[str, tuple[str, ...]]) -> None:
-        """Looks for functions, classes (``module:path``) and their parameters; ``ConfigError`` names those missing."""
-        wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+        Raises:
+            ConfigError: The version is refused, or places are missing; all are named.
+        """
+        if why := self.refused(self.version()):
+            raise ConfigError(why, hint=f"{self.install}, or {self.without}")
+        needed = [*(place for part in parts for place in self.places[part]), *also]
+        wrong = [words for place in needed if (words := _why_not(place))]
         if wrong:
             raise self.other_version(wrong)
 
-    def check_attributes(self, found: object, names: Iterable[str]) -> None:
+    def check_attributes(self, found: object, kind: str) -> None:
         """Looks for attributes of one of the engine's objects; ``ConfigError`` names all that are missing."""
+        names = self.attributes[kind].split()
         wrong = [f"{type(found).__name__} has no {name}" for name in names if not hasattr(found, name)]
         if wrong:
             raise self.other_version(wrong)
@@ -107,8 +120,9 @@ def dotted(place: str) -> str:
     return place.replace(":", ".")
 
 
-def _why_not(place: str, parameters: tuple[str, ...]) -> str:
+def _why_not(needed: str) -> str:
     """The reason why our code cannot use a function or class; empty if it can."""
+    place, _, parameters = needed.rstrip(")").partition("(")
     module, _, path = place.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -119,5 +133,5 @@ def _why_not(place: str, parameters: tuple[str, ...]) -> str:
         return f"{dotted(place)} is missing ({error})"
     except ValueError:
         return ""  # written in C: nothing to compare
-    lacking = [name for name in parameters if name not in known]
+    lacking = [name for name in parameters.split(", ") if name and name not in known]
     return f"{dotted(place)} has no parameter {', '.join(lacking)}" if lacking else ""

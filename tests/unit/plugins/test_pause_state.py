@@ -50,6 +50,7 @@ class Client:
         # vLLM
         self.engine_core: Any = self
         # SGLang
+        self.check_weights = None
         self.is_pause_cond = asyncio.Condition()
         self.model_update_lock = SimpleNamespace(is_locked=self.is_locked)
         # LMDeploy

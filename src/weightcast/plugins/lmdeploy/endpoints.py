@@ -14,9 +14,9 @@ from fastapi import APIRouter, HTTPException
 
 from weightcast.plugins.drafts import draft_setting, keeps_draft
 from weightcast.plugins.engine_server import EngineServer, SleepGuard
+from weightcast.plugins.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.engine_hooks import NO_IN_PLACE, LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words
-from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.own_routes import admit_own_updates, guard_sleep
 from weightcast.plugins.rank_sockets import engine_facts
 from weightcast.receiver.session import SessionHandler

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.plugins.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.folder import folder_of_server, module_map, note_failure
-from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
 from weightcast.plugins.lmdeploy.mp_executor import end_with_lost_ranks, refuse_lost_answers
 from weightcast.plugins.lmdeploy.requests_at_switch import LmdeployRequests
 
@@ -65,7 +65,7 @@ def prepare() -> None:
     try:
         if not Path(folder).is_dir():
             raise ConfigError("the engine is on another host than its API server", hint=_ONE_HOST)
-        check(IN_ENGINE)
+        LMDEPLOY.check("engine")
         patch()
     except WeightcastError as error:
         note_failure(folder, error)

@@ -19,10 +19,11 @@ from fastapi.routing import APIRoute
 
 from weightcast.errors import Refused
 from weightcast.plugins.engine_server import SleepGuard
+from weightcast.plugins.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import take_written
-from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, mp_executor
 from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
+from weightcast.plugins.lmdeploy.settings import mp_executor
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST
 from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.receiver.api_keys import Guard

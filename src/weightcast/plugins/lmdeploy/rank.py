@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.drafts import DraftModel, Weights, apart
+from weightcast.plugins.hook_points import LMDEPLOY, OWN_UPDATES
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
-from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, LMDEPLOY, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, SleepingWeights
@@ -152,7 +152,7 @@ def install(folder: str, *, updates_draft: bool = False) -> None:
     if hasattr(agent.load_model_weights, "weightcast"):
         return
     try:
-        check(IN_RANKS)
+        LMDEPLOY.check("ranks")
     except WeightcastError as error:
         note_failure(folder, error)
         raise

@@ -15,7 +15,7 @@ import logging
 import time
 from typing import Any
 
-from weightcast.plugins.lmdeploy.hook_points import LMDEPLOY, LOOP_ATTRIBUTES, SCHEDULER_ATTRIBUTES
+from weightcast.plugins.hook_points import LMDEPLOY
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
@@ -32,8 +32,8 @@ class LmdeployRequests:
         """Wraps methods of an ``EngineLoop`` that has not started; ``ConfigError`` if it is not as we know it."""
         from lmdeploy.pytorch.engine.request import RequestType
 
-        LMDEPLOY.check_attributes(loop, LOOP_ATTRIBUTES)
-        LMDEPLOY.check_attributes(loop.scheduler, SCHEDULER_ATTRIBUTES)
+        LMDEPLOY.check_attributes(loop, "loop")
+        LMDEPLOY.check_attributes(loop.scheduler, "scheduler")
         self._loop = loop
         self._scheduler, self._maker, self._executor = loop.scheduler, loop.inputs_maker, loop.executor
         self._sending = asyncio.Lock()  # the main loop's forwards and our mark, one after the other

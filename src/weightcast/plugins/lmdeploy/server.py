@@ -16,16 +16,17 @@ from typing import Any
 
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.plugins.drafts import draft_setting
+from weightcast.plugins.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy import engine_process
 from weightcast.plugins.lmdeploy.endpoints import add_routes
 from weightcast.plugins.lmdeploy.folder import FOLDER, failure_words, write_module_map
-from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, LMDEPLOY, check, check_settings
+from weightcast.plugins.lmdeploy.settings import check_settings
 from weightcast.receiver.api_keys import keys_of, warn_if_open
 
 
 def run() -> None:
     """Runs ``lmdeploy serve api_server`` until it is stopped; ``WeightcastError`` if it cannot have our receiver."""
-    check(IN_SERVER)
+    LMDEPLOY.check("server")
     from lmdeploy.cli import entrypoint
 
     _patched(entrypoint.run)
@@ -39,7 +40,7 @@ def serve(*arguments: Any, **named: Any) -> Any:
     Raises:
         WeightcastError: This LMDeploy, its settings or the model cannot have our receiver.
     """
-    check(IN_SERVER)
+    LMDEPLOY.check("server")
     from lmdeploy.serve.openai import api_server
 
     def run() -> Any:

@@ -12,6 +12,8 @@ import os
 import sys
 
 NAME = "weightcast"
+# Folder of the ranks' sockets.  Scheduler processes inherit it.
+FOLDER = "WEIGHTCAST_SGLANG_FOLDER"
 
 
 def register() -> None:
@@ -31,13 +33,13 @@ def register() -> None:
 
 
 def _hook() -> None:
-    from weightcast.plugins.sglang import hook_points
-
     # Frameworks start SGLang's main process with multiprocessing as well.  Its own children get the folder from it.
-    main = multiprocessing.parent_process() is None or hook_points.FOLDER not in os.environ
+    main = multiprocessing.parent_process() is None or FOLDER not in os.environ
     if not main and "sglang.srt.managers.scheduler" not in sys.modules:
         return  # the detokenizer, for one, needs no receiver
-    hook_points.check(main=main)
+    from weightcast.plugins.hook_points import SGLANG
+
+    SGLANG.check("ranks", *(("server",) if main else ()))
     from weightcast.plugins.sglang.rank import add_hooks
 
     add_hooks(main=main)

@@ -14,10 +14,11 @@ from fastapi.routing import APIRoute
 from weightcast.config import PauseMode
 from weightcast.plugins.drafts import keeps_draft
 from weightcast.plugins.engine_server import EngineServer, SleepGuard, refuse
+from weightcast.plugins.hook_points import SGLANG
 from weightcast.plugins.pause_state import WEIGHTS
 from weightcast.plugins.rank_sockets import SwitchExecutor, engine_facts, transports_of
+from weightcast.plugins.sglang import FOLDER
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
-from weightcast.plugins.sglang.hook_points import FOLDER, SGLANG
 from weightcast.plugins.sglang.settings import (
     check_settings,
     has_draft,
@@ -150,7 +151,6 @@ def close_other_updates(app: FastAPI, manager: Any) -> None:
 
     SGLang's update routes, and the part of its weight checker that overwrites weights, answer 409.
     """
-    SGLANG.check_attributes(manager, ("check_weights",))
 
     async def refuse() -> None:
         raise HTTPException(409, _INSTEAD)

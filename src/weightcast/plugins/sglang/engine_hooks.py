@@ -13,8 +13,8 @@ from typing import Any
 
 from weightcast.config import PauseMode
 from weightcast.errors import Refused
+from weightcast.plugins.hook_points import SGLANG
 from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
-from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, SGLANG
 
 _LOOK_S = 0.02
 
@@ -26,7 +26,7 @@ class SglangHooks(ServerHooks):
 
     def __init__(self, manager: Any) -> None:
         """``manager`` is SGLang's ``TokenizerManager``; ``ConfigError`` if it is not as we know it."""
-        SGLANG.check_attributes(manager, MANAGER_ATTRIBUTES)
+        SGLANG.check_attributes(manager, "tokenizer manager")
         super().__init__()
         self._manager = manager
 

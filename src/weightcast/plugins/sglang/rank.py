@@ -21,8 +21,9 @@ from torch import nn
 from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import TABLE, DraftModel, Weights, apart
 from weightcast.plugins.engine_needs import dotted, reason_logged
+from weightcast.plugins.hook_points import ENGINE, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
 from weightcast.plugins.pause_state import WEIGHTS
-from weightcast.plugins.sglang.hook_points import ENGINE, FOLDER, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
+from weightcast.plugins.sglang import FOLDER
 from weightcast.plugins.sglang.requests_at_switch import Boundary, SglangRequests
 from weightcast.plugins.sglang.settings import (
     WAKE_FIRST,
@@ -376,7 +377,9 @@ def add_hooks(*, main: bool) -> None:
             (f"{HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE),
         ]
         if SGLANG.version() not in SGLANG.run_versions:
-            log.warning("this is SGLang %s; our receiver was run in %s", SGLANG.version(), SGLANG.run_in_words)
+            log.warning(
+                "this is SGLang %s; our receiver was run in %s", SGLANG.version(), " and ".join(SGLANG.run_versions)
+            )
     for place, hook, kind in hooks:
         HookRegistry.register(dotted(place), hook, kind)
     HookRegistry.apply_hooks()

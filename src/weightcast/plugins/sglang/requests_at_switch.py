@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from weightcast.config import PauseMode
-from weightcast.plugins.sglang.hook_points import REQUEST_RECEIVER_ATTRIBUTES, SCHEDULER_ATTRIBUTES, SGLANG
+from weightcast.plugins.hook_points import SGLANG
 
 log = logging.getLogger("weightcast.plugins.sglang")
 
@@ -34,7 +34,7 @@ class SglangRequests:
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         """Raises ``ConfigError`` if this version's scheduler is not as we know it."""
-        SGLANG.check_attributes(scheduler, SCHEDULER_ATTRIBUTES)
+        SGLANG.check_attributes(scheduler, "scheduler")
         self._scheduler = scheduler
         self._device = device
         self._switches = 0
@@ -173,7 +173,7 @@ class Boundary:
             scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
         self._scheduler = scheduler
         receiver = scheduler.request_receiver
-        SGLANG.check_attributes(receiver, REQUEST_RECEIVER_ATTRIBUTES)
+        SGLANG.check_attributes(receiver, "request receiver")
         self._news = zmq.Poller()
         for source in (receiver.recv_from_tokenizer, receiver.recv_from_rpc, self._wake):
             if source is not None:  # ranks after the first have no sockets, and wait for its broadcast

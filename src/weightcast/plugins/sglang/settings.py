@@ -12,14 +12,13 @@ from typing import Any
 from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import draft_setting
 from weightcast.plugins.engine_needs import RefusedSetting, is_on
+from weightcast.plugins.hook_points import SGLANG
 from weightcast.plugins.pause_state import WEIGHTS
-from weightcast.plugins.sglang.hook_points import SGLANG
 
 TAGS = ("kv_cache", WEIGHTS, "cuda_graph")  # SGLang's own, all of which an empty list means
 WAKE_FIRST = (
     "POST /resume_memory_occupation with tags [weights], then update; tags [kv_cache, cuda_graph] can come last"
 )
-_WITH_DRAFT = ("0.5.17", "0.5.23")  # versions of SGLang in which drafts were tried
 
 _REFUSED: tuple[RefusedSetting, ...] = (
     (is_on("enable_dp_attention"), "data-parallel attention (--enable-dp-attention)", "start SGLang without it"),
@@ -117,7 +116,7 @@ def resolved(server_args: Any) -> Any:
 
 def has_draft(server_args: Any) -> bool:
     """True if there is a draft model of a kind that was tried with our receiver, and a version in which it was."""
-    return SGLANG.version() in _WITH_DRAFT and _has_draft(server_args) and _has_draft(resolved(server_args))
+    return SGLANG.version() in SGLANG.run_versions and _has_draft(server_args) and _has_draft(resolved(server_args))
 
 
 def _has_draft(settings: Any) -> bool:

@@ -77,11 +77,11 @@ def share_log_handlers() -> None:
 
 def make_endpoints() -> Endpoints:
     """Makes vLLM's endpoint plug-in with our routes; ``ConfigError`` if this vLLM cannot have it."""
+    from weightcast.plugins.hook_points import VLLM
     from weightcast.plugins.vllm.core_switch import install
     from weightcast.plugins.vllm.endpoints import Endpoints
-    from weightcast.plugins.vllm.hook_points import check_server
 
-    check_server()
+    VLLM.check("server")
     share_log_handlers()
     install()
     return Endpoints()

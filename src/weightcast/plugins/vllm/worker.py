@@ -31,10 +31,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError, error_words
 from weightcast.plugins.engine_needs import reason_logged
+from weightcast.plugins.hook_points import check_worker
 from weightcast.plugins.other_hosts import SET_A_SECRET, RankInvitation, engine_secret
 from weightcast.plugins.vllm import share_log_handlers
 from weightcast.plugins.vllm.derived_ahead import DerivedAhead, why_not_ahead
-from weightcast.plugins.vllm.hook_points import check_worker
 from weightcast.plugins.vllm.loaded_models import CheckpointSpecs, LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.packed_weights import UnpackedModel

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tests.helpers.clock import PATIENCE_S
+from weightcast.plugins.engine_needs import EngineNeeds
+from weightcast.plugins.hook_points import OWN_UPDATES
 from weightcast.plugins.lmdeploy import rank
 from weightcast.plugins.lmdeploy.folder import take_written
-from weightcast.plugins.lmdeploy.hook_points import OWN_UPDATES
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET, SWITCH, LmdeployRequests
 from weightcast.plugins.lmdeploy.sleeping_weights import SleepingWeights
 from weightcast.receiver.loader import residents_of
@@ -110,7 +111,7 @@ def test_a_worker_tells_of_its_sleep_and_of_what_lmdeploy_writes(
     monkeypatch.setitem(sys.modules, f"{drafts}.base", of_drafts)
     of_drafts = SimpleNamespace(SpecModelAgent=SimpleNamespace(build_model=None))
     monkeypatch.setitem(sys.modules, f"{drafts}.spec_agent", of_drafts)
-    monkeypatch.setattr(rank, "check", lambda needed: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(EngineNeeds, "check", lambda needs, part: None)  # pyright: ignore[reportUnknownLambdaType]
     rank.install(str(tmp_path))
     weights = SimpleNamespace(
         wake=lambda: done.append("ours wake"),

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.lmdeploy import hook_points
+from weightcast.plugins.hook_points import LMDEPLOY
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
-from weightcast.plugins.lmdeploy.hook_points import check_settings, mp_executor
 from weightcast.plugins.lmdeploy.rank import fixed_scales
+from weightcast.plugins.lmdeploy.settings import check_settings, mp_executor
 
 
 def config(**changes: Any) -> Any:
@@ -106,15 +106,15 @@ def test_another_backend_is_refused() -> None:
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: found)
     with pytest.raises(ConfigError, match=f"this is LMDeploy {found}") as caught:
-        hook_points.check({})
+        LMDEPLOY.check()
     assert "install LMDeploy 0.18.0" in (caught.value.hint or "")
 
 
 def test_missing_hook_points_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "0.18.0")
-    needed = {"json:loads": ("s",), "json:dumps": ("obj", "nowhere"), "json:lost": (), "nowhere.at.all:f": ()}
+    needed = ("json:loads(s)", "json:dumps(obj, nowhere)", "json:lost", "nowhere.at.all:f")
     with pytest.raises(ConfigError) as caught:
-        hook_points.check(needed)
+        LMDEPLOY.check(also=needed)
     said = str(caught.value)
     assert "LMDeploy 0.18.0 is not as this plug-in expects" in said
     assert "json.dumps has no parameter nowhere" in said

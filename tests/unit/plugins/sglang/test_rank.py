@@ -22,7 +22,7 @@ from tests.helpers.sessions import Sender
 from tests.helpers.torn import OUT_OF_MEMORY, FailingCopy
 from weightcast.errors import ConfigError
 from weightcast.plugins.rank_sockets import SwitchExecutor, tables_of
-from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang import FOLDER
 from weightcast.plugins.sglang.rank import SglangRank
 from weightcast.plugins.sglang.requests_at_switch import SglangRequests
 from weightcast.receiver.engine_state import EngineFacts

@@ -35,6 +35,8 @@ class Lock:
 class Manager:
     """Has the attributes of SGLang's tokenizer manager that our code uses."""
 
+    check_weights = None
+
     def __init__(self) -> None:
         self.is_pause = False
         self.is_pause_cond = asyncio.Condition()

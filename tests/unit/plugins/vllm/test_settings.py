@@ -6,7 +6,7 @@ import pytest
 
 from weightcast.errors import ConfigError
 from weightcast.plugins.engine_needs import EngineNeeds
-from weightcast.plugins.vllm.hook_points import check_server, check_worker
+from weightcast.plugins.hook_points import VLLM, check_worker
 from weightcast.plugins.vllm.rank_protocol import settings_of
 
 
@@ -41,7 +41,9 @@ def test_a_setting_that_is_not_understood_is_named(config, words):
     assert "--additional-config" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("start", [check_server, lambda: check_worker(object)], ids=["API server", "worker"])
+@pytest.mark.parametrize(
+    "start", [lambda: VLLM.check("server"), lambda: check_worker(object)], ids=["API server", "worker"]
+)
 def test_a_vllm_below_the_lowest_version_is_refused_with_both_versions(start, monkeypatch):
     monkeypatch.setattr(EngineNeeds, "version", lambda needs: "0.24.0+cu129")
     with pytest.raises(ConfigError, match=r"vLLM 0\.24\.0\+cu129 is older than 0\.25, the lowest version") as caught:
