@@ -21,8 +21,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedM
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.plugins.vllm.layer_kinds import kind_of
 from weightcast.plugins.vllm.lora_slot import LoraSlot
-from weightcast.plugins.vllm.packed_weights import _kind
 from weightcast.receiver.coverage import uncovered
 from weightcast.receiver.recorder import record_routes
 from weightcast.wire.adapters import AdapterRequest
@@ -166,7 +166,7 @@ def of_quantised_experts() -> str:
     nn.Module.__init__(method)
     method.old_quant_method = Fp8MoEMethod.__new__(Fp8MoEMethod)
     try:
-        _kind("experts", nn.Module(), method, torch.device("cpu"))
+        kind_of("experts", SimpleNamespace(quant_method=method), torch.device("cpu"))
     except ConfigError as error:
         return str(error)
     return ""

@@ -154,7 +154,7 @@ def test_a_packed_convolution_is_packed_anew_in_place_and_moving_experts_are_ref
         "same objects": True,
         "computes with": True,
         "falls back to": True,
-        "stale": "computes with other weights than it keeps in conv1d",
+        "stale": "computes with other weights than it keeps in conv1d: parameters.weight is not derived",
         "names suffice": [True, False],
         "experts that move": "vLLM balances experts over ranks (enable_eplb): an update would write experts to places "
         "that they have left",

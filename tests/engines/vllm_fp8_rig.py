@@ -59,8 +59,9 @@ from tests.helpers.vllm_held import digest, held
 from weightcast.comm.ports import quiet_port
 from weightcast.digest.copies import bits
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.plugins.vllm.layer_kinds import QUANTISED
 from weightcast.plugins.vllm.loaded_models import CheckpointSpecs
-from weightcast.plugins.vllm.packed_weights import UnpackedModel
+from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.receiver.loader import Loader
 
 FP8 = torch.float8_e4m3fn
@@ -235,10 +236,10 @@ def outcome(case: str, first: Path, second: Path) -> dict[str, object]:
 
 def stale(unpacked: UnpackedModel) -> str:
     """The error if a tensor of a kernel is not the derived one."""
-    layer = next(layer for layer in unpacked._quantised)
-    if not layer._targets:
+    layer = next(layer for layer in unpacked.derivation.layers if layer.kind is QUANTISED)
+    if not layer.derived:
         return "nothing is derived"
-    target = next(iter(layer._targets.values()))
+    target = next(iter(layer.derived.values()))
     bits(target.data)[(0,) * target.dim()] ^= 1
     try:
         unpacked.check()

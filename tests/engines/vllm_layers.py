@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.plugins.vllm.packed_weights import UnpackedModel
+from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.plugins.vllm.worker import WeightcastEngine
 
 

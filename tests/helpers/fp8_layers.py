@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.plugins.vllm.quantised_layers import QuantisedLayer
+from weightcast.plugins.vllm.layer_kinds import QUANTISED, LayerKind
+from weightcast.plugins.vllm.twin_layer import TwinLayer
 
 CPU = torch.device("cpu")
 VLLM = "vllm.model_executor.layers.stand_in"  # objects of other packages are not looked into
@@ -73,14 +74,20 @@ def loaded(weight: torch.Tensor, method: Method) -> tuple[Layer, dict[str, torch
     return layer, made
 
 
-def quantised(weight: torch.Tensor, method: Method, name: str = "model.layer") -> tuple[Layer, QuantisedLayer]:
+def twin_layer(
+    layer: Layer, made: dict[str, torch.Tensor], name: str = "model.layer", kind: LayerKind = QUANTISED
+) -> TwinLayer:
+    return TwinLayer(name, layer, kind, made=made, always=frozenset(), device=CPU)
+
+
+def quantised(weight: torch.Tensor, method: Method, name: str = "model.layer") -> tuple[Layer, TwinLayer]:
     layer, made = loaded(weight, method)
-    found = QuantisedLayer(name, layer, made, frozenset(), CPU)
+    found = twin_layer(layer, made, name)
     put(layer, found, weight)
     return layer, found
 
 
-def put(layer: Layer, found: QuantisedLayer, weight: torch.Tensor) -> None:
+def put(layer: Layer, found: TwinLayer, weight: torch.Tensor) -> None:
     with found.unpacked():
         layer.weight.data.copy_(weight)
         layer.bias.data.copy_(weight[:, 0])

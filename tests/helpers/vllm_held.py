@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.plugins.vllm.quantised_layers import reach
+from weightcast.plugins.vllm.reach import reach
 
 # What kernels of experts leave of the last step, and scales that a checkpoint for weights alone lacks, so that they are
 # never set and never read.
@@ -24,9 +24,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, layer in model.named_modules():
         if getattr(layer, "quant_method", None) is None or not layer._parameters:
             continue
-        reached = reach(layer)
-        found.update((f"{name}.{path}", tensor) for path, tensor in reached.tensors.items())
-        found.update((f"{name}.{path}", torch.tensor(value)) for path, value in reached.numbers.items())
+        found.update((f"{name}.{path}", torch.as_tensor(value)) for path, value in reach(layer).items())
     return {path: tensor for path, tensor in found.items() if not any(part in path for part in _NO_WEIGHTS)}
 
 

@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import Weights, apart
-from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.plugins.vllm.rank_protocol import is_dummy
+from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.receiver.loader import Finisher
 from weightcast.receiver.recorder import record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec

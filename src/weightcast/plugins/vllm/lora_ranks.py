@@ -18,6 +18,7 @@ from weightcast.errors import ConfigError, Refused, WeightcastError, error_words
 from weightcast.plugins.vllm.lora_slot import LoraSlot, manager_of
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import AdapterOrder
+from weightcast.plugins.vllm.sleeper import Sleeper
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.adapters import AdapterRequest
 
@@ -27,11 +28,10 @@ log = logging.getLogger("vllm.weightcast")
 @dataclass(frozen=True, slots=True)
 class _Adapter:
     slot: LoraSlot
-    receiver: WeightReceiver
     rank: VllmRank
 
 
-class LoraRanks:
+class LoraRanks(Sleeper):
     """The adapters of one worker.  All methods run on its main thread."""
 
     def __init__(self, *, rank: int, device: torch.device, vllm_config: Any, secret: Secret | None) -> None:
@@ -68,24 +68,24 @@ class LoraRanks:
         for adapter in self._adapters.values():
             adapter.slot.keep()
 
-    def sleep(self, *, discard: bool, hint: str) -> None:
-        """Frees staging before vLLM frees its memory; with ``discard`` the adapters are gone."""
+    def fall_asleep(self, *, discard: bool) -> None:
+        """Implements ``Sleeper.fall_asleep``; with ``discard`` the adapters are gone."""
         for adapter in self._adapters.values():
-            adapter.receiver.sleep(hint=hint)
+            adapter.rank.fall_asleep(discard=False)
         if discard:
             for name in list(self._adapters):
                 self._remove(name)
 
     def wake(self) -> None:
-        """Allocates staging again."""
+        """Implements ``Sleeper.wake``."""
         for adapter in self._adapters.values():
-            adapter.receiver.wake()
+            adapter.rank.wake()
 
     def close(self) -> None:
         """Releases groups and mapped memory."""
         for adapter in self._adapters.values():
-            adapter.receiver.interrupt("the engine is shutting down")
-            adapter.receiver.close()
+            adapter.rank.receiver.interrupt("the engine is shutting down")
+            adapter.rank.receiver.close()
 
     def _add(self, runner: Any, order: AdapterOrder, request: AdapterRequest) -> None:
         slot = LoraSlot(runner.get_model(), manager_of(runner), request, order.lora_id, others=order.others)
@@ -96,7 +96,7 @@ class LoraRanks:
             slot.free()
             raise Refused(str(error), hint=error.hint) from error
         rank = VllmRank(receiver, self._config)
-        self._adapters[order.name] = _Adapter(slot, receiver, rank)
+        self._adapters[order.name] = _Adapter(slot, rank)
         assert order.invitation is not None
         rank.answer(order.invitation, self._secret)
         log.info(
@@ -133,5 +133,5 @@ class LoraRanks:
         if adapter is None:
             return
         adapter.rank.stop_listening()
-        adapter.receiver.close()
+        adapter.rank.receiver.close()
         adapter.slot.free()

@@ -16,12 +16,13 @@ from weightcast.errors import Refused
 from weightcast.plugins.other_hosts import RankInvitation, reach
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.plugins.vllm.rank_protocol import end_vllm
+from weightcast.plugins.vllm.sleeper import Sleeper
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open
 
 
-class VllmRank(SwitchRank):
+class VllmRank(SwitchRank, Sleeper):
     """Takes messages on a thread of its own; ``step`` runs on the worker's main thread."""
 
     engine = "vLLM"
@@ -66,6 +67,26 @@ class VllmRank(SwitchRank):
         """Implements ``SwitchRank.far_api_server_gone``."""
         if self._ends_with_server:
             end_vllm(f"rank {self.rank} has lost the API server on another host")
+
+    def fall_asleep(self, *, discard: bool) -> None:
+        """Implements ``Sleeper.fall_asleep`` for the staging set."""
+        self.receiver.sleep(
+            discard=discard,
+            lets_go=True,
+            hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last",
+        )
+
+    def let_go(self) -> int:
+        """Implements ``Sleeper.let_go``."""
+        return self.receiver.loader.staging.let_go()
+
+    def restore(self) -> None:
+        """Implements ``Sleeper.restore``."""
+        self.receiver.loader.staging.restore()
+
+    def wake(self) -> None:
+        """Implements ``Sleeper.wake``."""
+        self.stage_again()
 
     def apply(self, message: Message) -> RankAck:
         """Implements ``SwitchRank.apply`` and names what no update writes."""

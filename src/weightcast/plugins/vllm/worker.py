@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,9 @@ from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.hook_points import check_worker
 from weightcast.plugins.other_hosts import SET_A_SECRET, RankInvitation, engine_secret
 from weightcast.plugins.vllm import share_log_handlers
-from weightcast.plugins.vllm.derived_ahead import DerivedAhead, why_not_ahead
+from weightcast.plugins.vllm.layer_kinds import check_cache_scales
 from weightcast.plugins.vllm.loaded_models import CheckpointSpecs, LoadedModels, check_draft, draft_model_of
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
-from weightcast.plugins.vllm.packed_weights import UnpackedModel
-from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, check_cache_scales
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
@@ -47,20 +45,17 @@ from weightcast.plugins.vllm.rank_protocol import (
     check_replicas,
     end_vllm,
     keeps_draft,
-    loads_into_pool,
     on_several_hosts,
     rank_among_replicas,
-    reads_in_order,
     settings_of,
 )
-from weightcast.plugins.vllm.start_up import Budget, gib, warm_up
+from weightcast.plugins.vllm.second_sets import SecondSets
+from weightcast.plugins.vllm.start_up import gib, warm_up
 from weightcast.plugins.vllm.stores import check_stores
+from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.plugins.vllm.weights_pool import WeightsPool
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.rank import StagingChoice
-from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.runtime.steps import StepCounter
 
 # In the tree of vLLM: its worker processes have no handler for others.
 log = logging.getLogger("vllm.weightcast")
@@ -78,9 +73,14 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """An empty message: buckets are announced under ``/weightcast``."""
 
 
-# Over 350 lines: what vLLM calls, and what our hooks call around that, is on one object with one receiver.
 class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One rank's receiver, as vLLM's weight-transfer backend."""
+    """One rank's receiver, as vLLM's weight-transfer backend.
+
+    Attributes:
+        rank_server: Answers the messages of the API server; it has the receiver.
+        adapters: LoRA adapters, each with a receiver of its own.
+        sets: The second sets of weights.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -97,122 +97,54 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         worker_class: type[Any] = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
         self._rank = rank_among_replicas(vllm_config.parallel_config)
         self._listens = False
-        self._staged = False
-        self._beside_bytes = 0
-        self._asleep: set[str] = set()
         with reason_logged(log, "update this model"):
             check_worker(worker_class)
             check_generates(vllm_config)
             self._settings = settings_of(vllm_config.additional_config)
-            self._staging: StagingChoice = self._settings.staging
-            self._pool = WeightsPool(vllm_config)
+            pool = WeightsPool(vllm_config)
             self._secret = _shared_secret(self._settings.secret_file, vllm_config.parallel_config, self._rank)
             if self._settings.draft == "update":
                 check_draft(vllm_config.speculative_config)
             with set_current_vllm_config(vllm_config):
-                self._receiver = self._make_receiver()
-            self._rank_server = VllmRank(
-                self._receiver,
+                receiver = self._make_receiver()
+            self.rank_server = VllmRank(
+                receiver,
                 vllm_config,
                 not_updated=("the draft model",) if keeps_draft(vllm_config) else (),
                 ends_with_server=True,
             )
-            self._adapters = LoraRanks(
-                rank=self._rank, device=self.device, vllm_config=vllm_config, secret=self._secret
+            self.adapters = LoraRanks(rank=self._rank, device=self.device, vllm_config=vllm_config, secret=self._secret)
+            self.sets = SecondSets(
+                self.rank_server,
+                self.adapters,
+                self._models.unpacked,
+                pool,
+                vllm_config=vllm_config,
+                settings=self._settings,
             )
         wrap_worker(worker_class, WeightcastEngine)
 
     # -- vLLM's side, on the main thread
 
     def take_room(self, worker: Any, cache_bytes: int) -> int:
-        """Allocates the staging set after vLLM has measured its model and before it sizes its KV cache.
-
-        ``cache_bytes`` is what vLLM would give its KV cache; its account of its memory is corrected.  Returns the bytes
-        that are left for the KV cache; all of them if its size was set by hand.
-
-        Raises:
-            ConfigError: The place that the setting asks for has not enough memory.
-        """
+        """Makes the draft a part of what an update writes, if it is asked for; then as ``SecondSets.take_room``."""
         if self._settings.draft == "update":
             self._add_draft(worker.model_runner)
-        specs = worker.get_kv_cache_spec()
-        with set_current_vllm_config(self.vllm_config):
-            least = sum(int(spec.max_memory_usage_bytes(self.vllm_config)) for spec in specs.values())
-        fixed = self.vllm_config.cache_config.kv_cache_memory_bytes is not None
-        # Where vLLM measures what its processes consume, the loaded form of quantised layers is in it already; and a
-        # size that was set by hand is what the KV cache gets.
-        beside = 0 if fixed or hasattr(worker, "total_consumed") else self._beside_bytes
-        least += least // 16
-        taken = beside + self._stage(cache_bytes - beside, least, fixed=fixed)
-        taken += self._record(cache_bytes - (0 if fixed else taken), least, fixed=fixed)
-        if fixed:
-            return cache_bytes
-        for account, name in (
-            (worker, "total_consumed"),
-            (worker.model_runner, "model_memory_usage"),
-        ):  # vLLM computes its advice on --kv-cache-memory from one or the other, depending on its version
-            if hasattr(account, name):
-                setattr(account, name, getattr(account, name) + taken)
-        left = cache_bytes - taken
-        if hasattr(worker, "available_kv_cache_memory_bytes"):
-            worker.available_kv_cache_memory_bytes = left
-        return left
+        return self.sets.take_room(worker, cache_bytes)
 
     def warm_up(self, worker: Any) -> None:
         """Runs the model on batches of many sizes, if the setting asks for it."""
         if self._settings.warm_up:
             warm_up(worker)
 
-    def fall_asleep(self, level: int) -> None:
-        """Frees the staging set on the device, before vLLM frees the weights; raises ``Refused`` during an update."""
-        if "weights" not in self._asleep:
-            self._receiver.sleep(
-                discard=level >= 2,
-                lets_go=True,
-                hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last",
-            )
-            self._models.unpacked.fall_asleep(discard=level >= 2)
-            self._adapters.sleep(discard=level >= 2, hint="POST /wake_up?tags=weights first")
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        self._asleep |= {"weights", "kv_cache"}
-
-    def let_go(self) -> None:
-        """Frees the weights that lie outside of vLLM's pool, after vLLM has freed the others."""
-        if freed := self._receiver.loader.staging.let_go() + self._models.unpacked.let_go():
-            log.info("weightcast: rank %d freed %s of weights that vLLM's sleep does not know", self._rank, gib(freed))
-
-    def restore(self, tags: Sequence[str] | None) -> str:
-        """Brings them back, before vLLM wakes; returns why there is no room for them, or nothing."""
-        if "weights" in self._woken(tags):
-            try:
-                self._receiver.loader.staging.restore()
-                self._models.unpacked.restore()
-            except torch.OutOfMemoryError as error:
-                return f"rank {self._rank} has no room for its weights, which sleep on: {error}; free memory, then wake"
-        return ""
-
-    def wake(self, tags: Sequence[str] | None) -> None:
-        """Allocates the staging set again once the weights are back; the KV cache alone changes nothing here."""
-        woken = self._woken(tags)
-        if "weights" in woken:
-            # Neither raises: vLLM would lose track of the other ranks' answers.
-            if self._rank_server.stage_again():
-                self._models.unpacked.wake()
-            self._adapters.wake()
-        self._asleep -= woken
-
-    def _woken(self, tags: Sequence[str] | None) -> set[str]:
-        return self._asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
-
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Listens for the API server."""
         if self._listens:
             raise RuntimeError("weightcast listens already: several API servers cannot update one engine")
-        if not self._staged:  # a model without a KV cache, whose memory vLLM does not measure
-            self._stage(0, 0, fixed=True)
+        if not self.sets.staged:  # a model without a KV cache, whose memory vLLM does not measure
+            self.sets.stage(0, 0, fixed=True)
         try:
-            self._rank_server.answer(msgspec.json.decode(init_info.invitation, type=RankInvitation), self._secret)
+            self.rank_server.answer(msgspec.json.decode(init_info.invitation, type=RankInvitation), self._secret)
         except OSError as error:
             raise RuntimeError(f"rank {self._rank} cannot listen for the API server: {error}") from error
         except WeightcastError as error:
@@ -220,29 +152,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             end_vllm(words)
             raise RuntimeError(words) from error
         self._listens = True
-
-    def switch(self, why_not: str, *, goes_on: bool) -> tuple[bool, str]:
-        """Carries out what waits for the main thread, or refuses it for the reason ``why_not``; answers use sockets.
-
-        With ``goes_on`` vLLM's next step comes at once.  Returns whether the model's weights were switched; and the
-        failure in words, or nothing.
-        """
-        adapter = self._adapters.step(why_not)
-        switched, failure = self._rank_server.step_unless(why_not, goes_on=goes_on)
-        return switched, adapter or failure
-
-    @property
-    def steps(self) -> StepCounter:
-        """Those of vLLM's model."""
-        return self._rank_server.steps
-
-    def adapters_dropped(self) -> None:
-        """Puts weightcast's adapters back after vLLM has dropped all of them."""
-        self._adapters.keep()
-
-    def adapter(self, runner: Any, order: str) -> str:
-        """Carries out the API server's order about a LoRA adapter; returns why it could not, or nothing."""
-        return self._adapters.carry_out(runner, order)
 
     def start_weight_update(self) -> None:
         """Does nothing: updates go to /weightcast."""
@@ -265,9 +174,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Releases groups and mapped memory; vLLM may call it twice."""
-        self._receiver.interrupt("the engine is shutting down")
-        self._receiver.close()
-        self._adapters.close()
+        self.rank_server.receiver.interrupt("the engine is shutting down")
+        self.rank_server.receiver.close()
+        self.adapters.close()
 
     # -- once, when the model is loaded
 
@@ -282,12 +191,11 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "on a CPU, weights can only be updated in eager mode", hint="start vLLM with --enforce-eager"
             )
         unpacked = UnpackedModel(self.model, device=self.device)
-        self._beside_bytes = unpacked.quantised_bytes
-        if self._beside_bytes:
+        if unpacked.quantised_bytes:
             log.info(
                 "weightcast: rank %d keeps the loaded form of quantised layers beside the model: %s",
                 self._rank,
-                gib(self._beside_bytes),
+                gib(unpacked.quantised_bytes),
             )
         checkpoint = CheckpointSpecs(self.vllm_config, self.model, not_updated=self._settings.not_updated)
         if checkpoint.dummy:
@@ -315,12 +223,13 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             tp_rank=self._rank,
             tp_size=int(self.vllm_config.parallel_config.world_size),
             device=self.device,
-            finishers=tuple(map(self._configured, models.finishers)),
+            finishers=models.finishers,
             residents=models.residents,
-            checks=tuple(map(self._configured, models.checks)),
-            before_commit=[models.unpacked.derive_ahead] if models.unpacked.quantised_bytes else (),
-            between_steps=lambda do: self._rank_server.between_steps(do),
-            staging="none",  # until vLLM has measured its memory; see ``take_room``
+            # As vLLM's own processing of weights, which reads its current configuration.
+            checks=tuple(map(set_current_vllm_config(self.vllm_config), models.checks)),
+            before_commit=[models.unpacked.derivation.run_ahead] if models.unpacked.quantised_bytes else (),
+            between_steps=lambda do: self.rank_server.between_steps(do),
+            staging="none",  # until vLLM has measured its memory; see ``SecondSets.take_room``
             hold_computed=True,
         )
         loader = receiver.loader
@@ -348,140 +257,29 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with reason_logged(log, "update the draft model"), set_current_vllm_config(self.vllm_config):
             self._models.add_draft(draft, self.model, self.vllm_config, self.device)
             receiver = self._receiver_of(self._models)
-        self._receiver.close()
-        self._receiver = self._rank_server.receiver = receiver
+        self.rank_server.receiver.close()
+        self.rank_server.receiver = receiver
         log.info("weightcast: rank %d updates the draft model with the model", self._rank)
-
-    def _stage(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
-        """Allocates and logs the staging set; returns its bytes in the KV cache's memory."""
-        loader = self._receiver.loader
-        budget = self._budget(cache_bytes, least_bytes, fixed=fixed)
-        reason = loader.unstaged_because(keep_storage=True) if self._staging == "auto" else ""
-        asked: StagingChoice = "none" if reason else self._staging
-        with reason_logged(log, "stage updates"):
-            place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
-            why = reason or why
-            before = self._taken_bytes()
-            loader.stage(
-                place,
-                keep_storage=True,
-                in_order=reads_in_order(self.vllm_config),
-                may_move=self._pool.may_leave,
-                after_move=self._pool.free_left,
-            )
-        self._staged = True
-        self._receiver.staging_note = ""
-        if why and place != "device":
-            where = "not staged" if place == "none" else "staged in host memory"
-            self._receiver.staging_note = f"a new version is {where} before its commit: {why}"
-        size_bytes = loader.staging.size_bytes
-        taken = (size_bytes if budget.on_host else self._taken_bytes() - before) if place != "none" else 0
-        if place == "device":
-            taken += loader.held_bytes  # taken when they arrive, until the commit
-        log.info(
-            "weightcast: rank %d stages updates on: %s (setting: %s), %s%s; KV cache: %s",
-            self._rank,
-            place,
-            self._staging,
-            gib(size_bytes),
-            f"; {why}" if why else "",
-            f"{gib(cache_bytes)}, as set" if fixed else f"{gib(cache_bytes - taken)} of {gib(cache_bytes)}",
-        )
-        if loader.staging.mapped_bytes:
-            log.info("weightcast: rank %d switches %s without a copy", self._rank, gib(loader.staging.mapped_bytes))
-        if place == "none":
-            log.warning(
-                "weightcast: rank %d stages nothing: an update pauses the engine from its start, "
-                "and an update that fails half way quarantines it",
-                self._rank,
-            )
-        return taken
-
-    def _budget(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> Budget:
-        on_host = self.device.type == "cpu"
-        host_bytes = free_host_bytes()
-        free_bytes = host_bytes if on_host else torch.cuda.mem_get_info(self.device)[0]
-        return Budget(
-            cache_bytes=cache_bytes,
-            least_bytes=least_bytes,
-            fixed_bytes=free_bytes - cache_bytes - self._receiver.loader.size_bytes // 5 if fixed else None,
-            host_bytes=host_bytes,
-            on_host=on_host,
-        )
-
-    def _record(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
-        """Records how quantised layers are derived; returns the bytes that are kept for that.
-
-        Where weights stay in the pool of vLLM's sleep mode nothing is recorded: a second set would not sleep.
-        """
-        unpacked = self._models.unpacked
-        stays = loads_into_pool(self.vllm_config) and not self._pool.may_leave
-        if self.device.type != "cuda" or stays or not unpacked.quantised_bytes:
-            return 0
-        budget = self._budget(cache_bytes, least_bytes, fixed=fixed)
-        why = why_not_ahead(unpacked.derived, self._receiver.loader.staging, budget)
-        why = why if self._settings.derive_ahead else "as set"
-        before = self._taken_bytes()
-        with set_current_vllm_config(self.vllm_config):
-            recorded, layers = unpacked.record(None if why else self._second_set)
-        taken = self._taken_bytes() - before
-        log.info(
-            "weightcast: rank %d recorded how %d of %d quantised layers are derived, %s, with %s of memory",
-            self._rank,
-            recorded,
-            layers,
-            "ahead of the commit" if unpacked.derives_ahead else "at the commit" + (f" ({why})" if why else ""),
-            gib(taken),
-        )
-        return taken
-
-    def _second_set(self, layers: Sequence[QuantisedLayer]) -> DerivedAhead:
-        return DerivedAhead(
-            layers,
-            self._receiver.loader.staging,
-            in_order=reads_in_order(self.vllm_config),
-            may_move=self._pool.may_leave,
-            after_move=self._pool.free_left,
-        )
-
-    def _configured(self, do: Callable[[], object]) -> Callable[[], None]:
-        """Runs something as vLLM runs its own processing of weights, which reads its current configuration."""
-
-        def configured() -> None:
-            with set_current_vllm_config(self.vllm_config):
-                do()
-
-        return configured
-
-    def _taken_bytes(self) -> int:
-        if self.device.type == "cpu":
-            return 0
-        torch.cuda.empty_cache()
-        mapped_bytes = 2 * self._receiver.loader.staging.mapped_bytes + self._models.unpacked.outside_bytes
-        return torch.cuda.memory_reserved(self.device) + mapped_bytes - self._pool.freed_bytes
 
 
 def _shared_secret(secret_file: str, parallel: Any, rank: int) -> Secret | None:
     """Reads the secret.  Collective if ranks are on several hosts: all raise ``ConfigError`` if one has none."""
-    several = on_several_hosts(parallel)
     error: ConfigError | None = None
     secret = None
     try:
         secret = engine_secret(secret_file)
     except ConfigError as found:
-        if not several:
-            raise
         error = found
-    if not several:
-        return secret
-    # A rank that refused alone would leave the others waiting for it in vLLM's own collectives.
-    group = get_world_group().cpu_group
-    mine = torch.tensor([secret is not None], dtype=torch.uint8)
-    said = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([said], [mine]).wait()
+    without: list[int] = []
+    if on_several_hosts(parallel):
+        # A rank that refused alone would leave the others waiting for it in vLLM's own collectives.
+        group = get_world_group().cpu_group
+        mine = torch.tensor([secret is not None], dtype=torch.uint8)
+        said = [torch.empty_like(mine) for _ in range(group.size())]
+        group.allgather([said], [mine]).wait()
+        without = [number for number, has in enumerate(said) if not has.item()]
     if error is not None:
         raise error
-    without = [number for number, has in enumerate(said) if not has.item()]
     if without:
         names = ", ".join(map(str, without))
         raise ConfigError(

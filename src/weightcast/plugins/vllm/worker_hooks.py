@@ -47,9 +47,9 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         backend = ours(self)
         if backend is None:
             return sleep(self, level)
-        backend.fall_asleep(level)
+        backend.sets.fall_asleep(level)
         answer = sleep(self, level)
-        backend.let_go()  # vLLM has read buffers until now
+        backend.sets.let_go()  # vLLM has read buffers until now
         return answer
 
     @functools.wraps(wake_up)
@@ -57,11 +57,11 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         backend = ours(self)
         if backend is None:
             return wake_up(self, tags)
-        failure = backend.restore(tags)  # vLLM writes buffers
+        failure = backend.sets.restore(tags)  # vLLM writes buffers
         if failure:
             raise RuntimeError(failure)
         answer = wake_up(self, tags)
-        backend.wake(tags)
+        backend.sets.wake(tags)
         return answer
 
     reload = getattr(worker_class, "reload_weights", None)
@@ -80,28 +80,33 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         backend = ours(self)
         if backend is None:
             return execute(self, *arguments, **named)
-        with backend.steps.one():
+        with backend.rank_server.steps.one():
             return execute(self, *arguments, **named)
 
     def switch(self: Any, why_not: str = "", goes_on: bool = False) -> str:
+        """Carries out what waits for this thread, or refuses it for the reason ``why_not``; returns a failure.
+
+        With ``goes_on`` vLLM's next step comes at once.
+        """
         backend = ours(self)
         assert backend is not None
-        switched, failure = backend.switch(why_not, goes_on=goes_on)
+        adapter = backend.adapters.step(why_not)
+        switched, failure = backend.rank_server.step_unless(why_not, goes_on=goes_on)
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if switched and reset is not None:  # as vLLM does after a weight transfer of its own
             reset()
-            backend.adapters_dropped()
-        return failure
+            backend.adapters.keep()
+        return adapter or failure
 
     def adapter(self: Any, order: str) -> str:
         backend = ours(self)
         assert backend is not None
-        return backend.adapter(self.model_runner, order)
+        return backend.adapters.carry_out(self.model_runner, order)
 
     def restore(self: Any, tags: list[str] | None) -> str:
         backend = ours(self)
         assert backend is not None
-        return backend.restore(tags)
+        return backend.sets.restore(tags)
 
     # vLLM's decorator ``inference_mode`` stays on vLLM's own methods only.
     worker_class.determine_available_memory = determine_available_memory

@@ -71,6 +71,7 @@ class Backend:
         self.told: list[Any] = []
         self.said = said  # with what the worker says
         self.no_room = ""
+        self.sets = self.rank_server = self
 
     def take_room(self, worker: Any, cache_bytes: int) -> int:
         self.told.append(("room", cache_bytes))

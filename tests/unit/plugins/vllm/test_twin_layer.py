@@ -1,10 +1,9 @@
-"""fp8 layers without vLLM: what a stand-in of a method derives, and what is refused."""
+"""Layers in two forms without vLLM: what a stand-in of a method derives, and what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.helpers.fp8_layers import (
-    CPU,
     VLLM,
     Kernel,
     Layer,
@@ -23,17 +21,12 @@ from tests.helpers.fp8_layers import (
     put,
     quantised,
     stand_in_for_vllm,
+    twin_layer,
 )
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.plugins.vllm import derivation
-from weightcast.plugins.vllm.quantised_layers import (
-    QuantisedLayer,
-    check_cache_scales,
-    fill,
-    is_quantised,
-    keep_cache_scales,
-    why_refused,
-)
+from weightcast.plugins.vllm.layer_kinds import EXPERTS, LINEAR
+from weightcast.plugins.vllm.twin_layer import fill
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +126,67 @@ def test_layers_are_derived_side_by_side_unless_they_disturb_one_another(
         kept.check()
 
 
+class Handlers(Method):
+    """As vLLM's on a CPU: packs the weight into a handler that nobody can look into."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = layer.weight.data.clone()
+        layer.cpu_linear = lambda x: x @ packed.t()
+        layer.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: object) -> torch.Tensor:
+        return layer.cpu_linear(x)
+
+
+def test_a_handler_is_made_anew_and_checked_by_what_it_computes() -> None:
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    layer, made = loaded(first, Handlers())
+    found = twin_layer(layer, made, kind=LINEAR)
+    bias, empty = layer.bias, layer.weight
+    put(layer, found, first)
+    found.check_start()
+    put(layer, found, second)
+    for few in (False, True):
+        with pytest.raises(EngineFailure, match=r"model\.layer: cpu_linear is not derived"):
+            found.check(few=few)
+    found.derive()
+    found.check()
+    assert (layer.bias is bias, layer.weight is empty) == (True, True)
+    assert torch.equal(layer.bias, second[:, 0])
+
+
+class Tiles(Method):
+    """As vLLM's for experts on a CPU: its kernel packs the weights once and keeps a bias."""
+
+    def __init__(self) -> None:
+        self.moe_kernel = Kernel(torch.zeros(()))
+        self.moe_kernel.fused_experts = self  # type: ignore[attr-defined]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.moe_kernel.scale = self.moe_kernel.scale if self.moe_kernel.scale.dim() else layer.bias
+        layer.bias.data = torch.cat([layer.bias.data, torch.zeros(2, dtype=torch.bfloat16)])
+        layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+
+def test_a_kernel_that_packs_keeps_its_own_objects() -> None:
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    layer, made = loaded(first, Tiles())
+    found = twin_layer(layer, made, kind=EXPERTS)
+    held = layer.quant_method.moe_kernel.scale
+    assert held is layer.bias
+    put(layer, found, first)
+    found.check_start()
+    put(layer, found, second)
+    found.check(few=True)
+    with pytest.raises(EngineFailure, match=r"parameters\.\w+ is not derived"):
+        found.check()
+    found.derive()
+    found.check()
+    assert held is layer.bias
+    assert torch.equal(held, torch.cat([second[:, 0], torch.zeros(2).bfloat16()]))
+    assert torch.equal(layer.weight, second.t())
+
+
 def test_a_start_from_other_weights_than_the_checkpoints_is_refused() -> None:
     first = torch.randn(4, 6).bfloat16()
     layer, found = quantised(first, Method())
@@ -164,8 +218,8 @@ def test_a_scale_that_kernels_keep_as_a_number_is_refused_when_it_would_change()
 def test_a_layer_with_more_than_its_method_makes_is_refused() -> None:
     layer, made = loaded(torch.randn(4, 6).bfloat16(), Method())
     layer.packed = torch.zeros(3)
-    with pytest.raises(ConfigError, match="packed is a tensor in the live layer only"):
-        QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+    with pytest.raises(ConfigError, match=r"vLLM made packed as .* and its method makes it as nothing now"):
+        twin_layer(layer, made)
 
 
 def test_what_the_method_makes_only_once_is_made_anew_too() -> None:
@@ -194,120 +248,20 @@ def test_a_tensor_of_a_kernel_that_is_not_made_anew_is_refused() -> None:
     Keeps.__module__ = VLLM
     layer, made = loaded(torch.randn(4, 6).bfloat16(), Keeps())
     with pytest.raises(ConfigError, match=r"vLLM's method does not make quant_method\.kept\.scale anew"):
-        QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+        twin_layer(layer, made)
 
 
 def test_a_layer_in_another_form_than_its_method_makes_is_refused() -> None:
     layer, made = loaded(torch.randn(4, 6).bfloat16(), Method())
     layer.weight = nn.Parameter(layer.weight.data.contiguous(), requires_grad=False)
     with pytest.raises(ConfigError, match=r"vLLM made parameters\.weight as .* with strides \(4, 1\)"):
-        QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+        twin_layer(layer, made)
 
 
 def test_a_loader_that_replaces_a_parameter_is_refused() -> None:
     layer, found = quantised(torch.randn(4, 6).bfloat16(), Method())
     with pytest.raises(ConfigError, match=r"replaces the parameter model\.layer\.weight"), found.unpacked():
         layer.weight = nn.Parameter(torch.zeros(4, 6))
-
-
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod", True),
-        ("vllm.model_executor.layers.quantization.online.fp8.Fp8PerBlockOnlineMoEMethod", True),
-        ("vllm.model_executor.layers.quantization.online.mxfp8.Mxfp8OnlineLinearMethod", False),
-        ("vllm.model_executor.layers.quantization.modelopt.ModelOptNvFp4LinearMethod", False),
-        ("somebody.fp8.Fp8LinearMethod", False),
-    ],
-)
-def test_methods_are_known_by_their_full_names(name: str, known: bool) -> None:
-    module, _, short = name.rpartition(".")
-    assert is_quantised(type(short, (), {"__module__": module})()) is known
-
-
-def test_experts_with_static_activations_are_refused() -> None:
-    module = "vllm.model_executor.layers.quantization.fp8"
-    method = type("Fp8MoEMethod", (), {"__module__": module})()
-    method.quant_config = SimpleNamespace(activation_scheme="static")
-    assert "experts with static scales" in why_refused(method, nn.Module())
-    method.quant_config = SimpleNamespace(activation_scheme="dynamic")
-    assert why_refused(method, nn.Module()) == ""
-    method.is_scale_e8m0 = True
-    assert "powers of two" in why_refused(method, nn.Module())
-
-
-PACKAGE = "vllm.model_executor.layers.quantization.compressed_tensors"
-KERNELS = "vllm.model_executor.kernels.linear"
-
-
-def named(path: str, **attributes: Any) -> Any:
-    """An object of a class with this full name."""
-    module, _, name = path.rpartition(".")
-    return type(name, (), {"__module__": module, **attributes})()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "a16", "kernel", "said"),
-    [
-        ("w4a4_nvfp4.CompressedTensorsW4A4Fp4", True, f"{KERNELS}.nvfp4.marlin.MarlinNvFp4LinearKernel", ""),
-        (
-            "w4a4_nvfp4.CompressedTensorsW4A4Fp4",
-            False,
-            f"{KERNELS}.nvfp4.marlin.MarlinNvFp4LinearKernel",
-            "static scales of activations in CompressedTensorsW4A4Fp4",
-        ),
-        (
-            "w4a4_nvfp4.CompressedTensorsW4A4Fp4",
-            True,
-            f"{KERNELS}.nvfp4.cutlass.CutlassNvFp4LinearKernel",
-            "CompressedTensorsW4A4Fp4 with the kernel CutlassNvFp4LinearKernel, and not Marlin",
-        ),
-        (
-            "w4a4_nvfp4.CompressedTensorsW4A4Fp4",
-            True,
-            "somebody.MarlinNvFp4LinearKernel",
-            "CompressedTensorsW4A4Fp4 with the kernel MarlinNvFp4LinearKernel, and not Marlin",
-        ),
-        ("w8a8_mxfp8.CompressedTensorsW8A8Mxfp8", None, f"{KERNELS}.mxfp8.marlin.MarlinMxfp8LinearKernel", ""),
-        (
-            "w8a8_mxfp8.CompressedTensorsW8A8Mxfp8",
-            None,
-            f"{KERNELS}.mxfp8.emulation.EmulationMxfp8LinearKernel",
-            "CompressedTensorsW8A8Mxfp8 with the kernel EmulationMxfp8LinearKernel, and not Marlin",
-        ),
-    ],
-)
-def test_packed_formats_are_for_marlin_and_for_weights_alone(
-    scheme: str, a16: bool | None, kernel: str, said: str
-) -> None:
-    method = named(f"{PACKAGE}.compressed_tensors.CompressedTensorsLinearMethod")
-    attributes = {"kernel": named(kernel)} | ({} if a16 is None else {"use_a16": a16})
-    layer = SimpleNamespace(scheme=named(f"{PACKAGE}.schemes.compressed_tensors_{scheme}", **attributes))
-    assert is_quantised(method)
-    assert why_refused(method, layer) == said
-
-
-@pytest.mark.parametrize(
-    ("attributes", "said"),
-    [
-        ({"nvfp4_backend": SimpleNamespace(name="MARLIN")}, ""),
-        ({"nvfp4_backend": SimpleNamespace(name="MARLIN"), "use_a16": True}, ""),
-        (
-            {"nvfp4_backend": SimpleNamespace(name="MARLIN"), "use_a16": False},
-            "experts with static scales of activations in CompressedTensorsW4A4Nvfp4MoEMethod",
-        ),
-        (
-            {"nvfp4_backend": SimpleNamespace(name="VLLM_CUTLASS")},
-            "CompressedTensorsW4A4Nvfp4MoEMethod with the kernel VLLM_CUTLASS, and not Marlin",
-        ),
-        ({}, "CompressedTensorsW4A4Nvfp4MoEMethod with the kernel None, and not Marlin"),
-    ],
-)
-def test_packed_experts_are_for_marlin_and_for_weights_alone(attributes: dict[str, Any], said: str) -> None:
-    name = "compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod"
-    method = named(f"{PACKAGE}.{name}", **attributes)
-    assert is_quantised(method)
-    assert why_refused(method, nn.Module()) == said
 
 
 def test_locks_of_a_kernel_are_neither_compared_nor_written() -> None:
@@ -336,49 +290,3 @@ def test_a_trial_changes_every_dtype_and_gives_parts_one_global_scale(dtype: tor
     fill(scale, alike=True)
     assert scale.unique().numel() == 1
     assert 0 < float(scale[0]) < 1
-
-
-def test_only_some_schemes_of_compressed_tensors_are_known() -> None:
-    package = "vllm.model_executor.layers.quantization.compressed_tensors"
-    method = type("CompressedTensorsLinearMethod", (), {"__module__": f"{package}.compressed_tensors"})()
-    assert is_quantised(method)
-    for name, module, said in (
-        ("CompressedTensorsW8A8Fp8", f"{package}.schemes.compressed_tensors_w8a8_fp8", ""),
-        ("CompressedTensorsW8A8Fp8", "somebody", "the scheme CompressedTensorsW8A8Fp8"),
-        ("CompressedTensorsW8A8Mxfp8", f"{package}.schemes.x", "the scheme CompressedTensorsW8A8Mxfp8"),
-    ):
-        layer = SimpleNamespace(scheme=type(name, (), {"__module__": module})())
-        assert why_refused(method, layer) == said
-    static = type("CompressedTensorsW8A8Fp8", (), {"__module__": f"{package}.schemes.compressed_tensors_w8a8_fp8"})()
-    static.is_static_input_scheme = True
-    assert "static scales of activations" in why_refused(method, SimpleNamespace(scheme=static))
-    experts = SimpleNamespace(static_input_scales=True)
-    assert "experts with static scales" in why_refused(experts, nn.Module())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.v_scale", "l.0.self_attn.k_proj.output_scale"],
-)
-def test_scales_of_the_cache_that_no_update_reaches_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"scales of the KV cache \(.*_scale\)"):
-        check_cache_scales(["lm_head.weight", name])
-
-
-def test_other_names_that_a_loader_skips_are_not_scales_of_the_cache() -> None:
-    check_cache_scales(
-        ["lm_head.weight", "mtp.0.q_proj.weight_scale", "mtp.0.q_proj.input_scale", "a.weight_scale_inv"]
-    )
-
-
-def test_scales_of_the_cache_that_are_parameters_become_buffers_of_the_same_memory() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
-    attention = model[1]
-    attention.register_buffer("_k_scale", torch.ones(()))
-    scale = nn.Parameter(torch.full((1,), 2.0))
-    attention._k_scale = scale  # as vLLM 0.25 does for compressed-tensors: no buffer any more
-    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1._k_scale"]
-    keep_cache_scales(model)
-    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
-    assert dict(model.named_buffers())["1._k_scale"].data_ptr() == scale.data_ptr()
-    assert attention._k_scale is dict(model.named_buffers())["1._k_scale"]

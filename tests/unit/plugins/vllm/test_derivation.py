@@ -12,9 +12,8 @@ import torch
 
 from tests.helpers.fp8_layers import Layer, Method, Recorders, Replays, loaded, quantised, stand_in_for_vllm
 from tests.helpers.mapped import HostMapper
-from weightcast.plugins.vllm import derivation, derived_ahead
-from weightcast.plugins.vllm.derivation import Derivation
-from weightcast.plugins.vllm.derived_ahead import DerivedAhead, all_derived, why_not_ahead
+from weightcast.plugins.vllm import derivation
+from weightcast.plugins.vllm.derivation import Derivation, why_not_ahead
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.receiver import staging as staging_of
 from weightcast.receiver.staging import StagingSet
@@ -32,7 +31,6 @@ def together(recorders: Sequence[Any]) -> Generator[None]:
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_vllm(monkeypatch)
     monkeypatch.setattr(derivation, "side_by_side", together)
-    monkeypatch.setattr(derived_ahead, "side_by_side", together)
 
 
 class Model:
@@ -47,10 +45,10 @@ class Model:
         self.quantised = [found for _, found in pairs]
         residents = {f"{found.name}.{key}": found.loaded[key] for found in self.quantised for key in written}
         self.staging = StagingSet(residents, "device", keep_storage=True, may_move=may_move)
-        self.ahead = DerivedAhead(self.quantised, self.staging, in_order=False, may_move=may_move)
         self.derivation = Derivation(self.quantised)
+        self.derivation.add_second_set(self.staging, in_order=False, may_move=may_move)
         self.recorders: list[Any] = [Recorders(make) for _ in range(2)]
-        self.derivation.record(self.recorders, self.ahead)  # type: ignore[arg-type]  stand-ins
+        self.derivation.record(self.recorders)  # type: ignore[arg-type]  stand-ins
 
     def receive(self, *, ahead: bool = True) -> list[torch.Tensor]:
         """Other weights arrive and wait."""
@@ -123,7 +121,7 @@ def test_an_engine_that_generates_makes_steps_between_layers(monkeypatch: pytest
 
     pace = Pace(Turns(torch.device("cpu")))
     monkeypatch.setattr(pace_of.torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(derived_ahead, "_PACED_BYTES", model.quantised[0].own_bytes)
+    monkeypatch.setattr(derivation, "_PACED_BYTES", model.quantised[0].own_bytes)
     before = model.launched()
     with paced(pace):
         weights = model.receive()
@@ -188,22 +186,22 @@ def falls_asleep(model: Model, *, discard: bool) -> None:
     if not discard:
         model.staging.store()
     model.staging.free()
-    model.ahead.fall_asleep(discard=discard)
+    model.derivation.fall_asleep(discard=discard)
     model.staging.let_go()
-    model.ahead.let_go()
+    model.derivation.let_go()
 
 
 def wakes(model: Model) -> None:
-    for sleeper in (model.staging, model.ahead):
+    for sleeper in (model.staging, model.derivation):
         sleeper.restore()
     model.staging.allocate()
-    model.ahead.wake()
+    model.derivation.wake()
 
 
 @pytest.mark.parametrize("commits", [0, 1])
 def test_the_second_set_sleeps_and_versions_are_derived_ahead_again(mapper: HostMapper, commits: int) -> None:
     model = Model(written=("weight",), may_move=True)
-    assert model.ahead.outside_bytes > 0
+    assert model.derivation.outside_bytes > 0
     for _ in range(commits):
         model.weights = model.receive()
         model.commit()
@@ -234,7 +232,7 @@ def test_without_room_for_the_second_set_layers_are_derived_at_the_commit_until_
     model = Model(written=("weight",), may_move=True)
     falls_asleep(model, discard=False)
     model.staging.restore()
-    model.ahead.restore()
+    model.derivation.restore()
     model.staging.allocate()
 
     def create(size_bytes: int) -> int:
@@ -242,7 +240,7 @@ def test_without_room_for_the_second_set_layers_are_derived_at_the_commit_until_
 
     with monkeypatch.context() as crowded:
         crowded.setattr(mapper, "create", create)
-        model.ahead.wake()
+        model.derivation.wake()
         assert "derived at the commit for now: there is no more" in caplog.text
         weights = model.receive()
         assert model.commit() == 3
@@ -256,7 +254,7 @@ def test_a_sleep_that_moves_memory_ends_the_derivation_ahead(
     mapper: HostMapper, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model(may_move=True)  # a bias, which a kernel holds too, cannot be mapped
-    assert model.derivation.ahead is not None
+    assert model.derivation.derives_ahead
     for discard in (False, True):
         falls_asleep(model, discard=discard)
         wakes(model)
@@ -269,7 +267,7 @@ def test_a_sleep_that_moves_memory_ends_the_derivation_ahead(
 def test_an_exchange_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.receive()
-    second: StagingSet = model.ahead._second
+    second: StagingSet = model.derivation._second
     whole = second._chunks
 
     def part() -> Any:
@@ -313,22 +311,22 @@ def test_what_comes_out_wrong_when_it_is_tried_is_derived_at_the_commit(
         @contextmanager
         def disturbing(recorders: Sequence[Any]) -> Generator[None]:
             yield
-            if recorders:
+            if recorders and seconds:
                 target = next(iter(seconds))
                 target.view(torch.uint8).add_(1)
 
         seconds: list[torch.Tensor] = []
-        original = DerivedAhead.record
+        original = Derivation._record_ahead
 
-        def record(self: DerivedAhead, lanes: Any) -> str:
+        def record(self: Derivation, lanes: Any) -> str:
             seconds.append(next(iter(self._second.targets.values())))
             return original(self, lanes)
 
-        monkeypatch.setattr(DerivedAhead, "record", record)
-        monkeypatch.setattr(derived_ahead, "side_by_side", disturbing)
+        monkeypatch.setattr(Derivation, "_record_ahead", record)
+        monkeypatch.setattr(derivation, "side_by_side", disturbing)
     caplog.set_level("INFO", logger="vllm.weightcast")
     model = Model(make)
-    assert model.derivation.ahead is None
+    assert not model.derivation.derives_ahead
     assert "layers.0 cannot be derived ahead" in caplog.text
     weights = model.receive()
     assert model.commit() == 3
@@ -337,14 +335,14 @@ def test_what_comes_out_wrong_when_it_is_tried_is_derived_at_the_commit(
 
 def test_a_parameter_that_no_update_writes_keeps_its_values() -> None:
     model = Model(written=("weight",))
-    assert model.derivation.ahead is not None
+    assert model.derivation.derives_ahead
     assert model.serves(model.weights)
 
 
 def test_a_tensor_that_a_kernel_holds_too_is_there_once() -> None:
     _, found = quantised(torch.randn(4, 6).bfloat16(), Method())
     assert len(found.derived) == 3
-    assert list(all_derived([found])) == ["model.layer parameters.weight", "model.layer parameters.weight_scale"]
+    assert list(Derivation([found]).derived) == ["model.layer parameters.weight", "model.layer parameters.weight_scale"]
 
 
 def test_a_second_set_needs_memory_and_tensors_that_share_none() -> None:
