@@ -16,7 +16,8 @@ from .task import Judge, Problem
 
 # vLLM and LMDeploy take what a request leaves out from the model's generation settings, such as a top_k of 20, or from
 # defaults of their own.  Samples would come from another distribution than the one that is trained.
-WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+PLAIN = WHOLE_DISTRIBUTION | {"repetition_penalty": 1.0}  # which the reference engine does not have
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def completions_of(
     """OpenAI's completions with token ids, as the reference engine and vLLM have them."""
     model = client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "prompt": prompt, "n": count, "max_tokens": args.max_tokens, "temperature": temperature}
-    body |= {"seed": seed, "logprobs": 1, "return_token_ids": True} | WHOLE_DISTRIBUTION
+    body |= {"seed": seed, "logprobs": 1, "return_token_ids": True}
+    body |= PLAIN if args.engine == "vllm" else WHOLE_DISTRIBUTION
     reply = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
     versions = [span["version"] for span in reply.get("weight_versions", [])]
     return [
@@ -136,7 +138,7 @@ def generate_of(
         found = client.post(f"{url}/generate", json=body).raise_for_status().json()
     else:
         body = {"input_ids": prompt, "temperature": temperature, "max_tokens": args.max_tokens, "return_logprob": True}
-        body |= WHOLE_DISTRIBUTION | {"include_stop_str_in_output": True}  # or it leaves out the token that ended it
+        body |= PLAIN | {"include_stop_str_in_output": True}  # or it leaves out the token that ended it
         with ThreadPoolExecutor(count) as pool:
             replies = list(pool.map(lambda _: client.post(f"{url}/generate", json=body), range(count)))
         found = [reply.raise_for_status().json() for reply in replies]

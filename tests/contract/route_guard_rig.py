@@ -225,9 +225,10 @@ def vllm(handler: Handler, keys: dict[str, str]) -> FastAPI:
 def reference(handler: Handler, keys: dict[str, str]) -> FastAPI:
     from weightcast.rollout.engine import RolloutEngine
     from weightcast.rollout.server import build_app
+    from weightcast.rollout.text import TextTokenizer
 
     scheduler = SimpleNamespace(stats=None, failure=None, score=None)
-    engine = RolloutEngine(scheduler=scheduler, text=None, model="m", receiver=handler)  # type: ignore[arg-type]
+    engine = RolloutEngine(scheduler=scheduler, text=TextTokenizer(), model="m", receiver=handler)  # type: ignore[arg-type]
     return build_app(engine, api_key=next(iter(keys.values()), None))
 
 

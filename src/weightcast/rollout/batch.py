@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from weightcast.errors import ConfigError, Refused
-from weightcast.rollout.commands import Chosen, Decode, Prefill, Sampling, Shift, SlotCopy
+from weightcast.rollout.commands import Chosen, Decode, Prefill, Sampling, SlotCopy
 from weightcast.rollout.requests import FinishReason, Generation, GenerationRequest
 
 EndedSequences = list[tuple["TokenSequence", FinishReason, str | None]]
@@ -51,11 +51,6 @@ class Limits:
                 f"takes {len(request.prompt)} and leaves {room}"
             )
         check_tokens(request.prompt, vocab_size=vocab_size)
-        check_tokens(request.logit_bias, vocab_size=vocab_size, what="logit_bias: ")
-        if request.allowed_token_ids is not None:
-            if not request.allowed_token_ids:
-                raise ConfigError("allowed_token_ids is empty, so no token could be chosen")
-            check_tokens(request.allowed_token_ids, vocab_size=vocab_size, what="allowed_token_ids: ")
 
 
 class TokenSequence:
@@ -64,7 +59,7 @@ class TokenSequence:
     __slots__ = ("cached", "generation", "limit", "random", "stop", "stops_text", "tokens")
 
     def __init__(
-        self, generation: Generation, *, limit: int, stop: frozenset[int], stops_text: Callable[[int], bool]
+        self, generation: Generation, *, limit: int, stop: frozenset[int], stops_text: Callable[[int], bool] | None
     ) -> None:
         request = generation.request
         self.generation = generation
@@ -92,7 +87,7 @@ class ContinuousBatch:
         self._limits = limits
         self._moves: list[SlotCopy] = []
 
-    def add(self, generation: Generation, *, stop: frozenset[int], stops_text: Callable[[int], bool]) -> None:
+    def add(self, generation: Generation, *, stop: frozenset[int], stops_text: Callable[[int], bool] | None) -> None:
         """Queues a request; ``stops_text`` takes each new token and tells whether its text ends the request.
 
         Raises:
@@ -162,7 +157,7 @@ class ContinuousBatch:
                 continue
             sequence.tokens.append(token)
             sequence.generation.add(token, logprob, top, version=version)
-            if sequence.stops_text(token) or token in sequence.stop:
+            if token in sequence.stop or (sequence.stops_text is not None and sequence.stops_text(token)):
                 ended.append((sequence, "stop", None))
             elif len(sequence.tokens) >= sequence.limit:
                 ended.append((sequence, "length", None))
@@ -233,10 +228,10 @@ class ContinuousBatch:
         sequence.generation.finish(reason, version=version, error=error)
 
 
-def check_tokens(tokens: Iterable[int], *, vocab_size: int, what: str = "") -> None:
-    """Raises ``ConfigError`` unless all token ids are the model's; its text starts with `what`."""
+def check_tokens(tokens: Iterable[int], *, vocab_size: int) -> None:
+    """Raises ``ConfigError`` unless all token ids are the model's."""
     if any(not 0 <= token < vocab_size for token in tokens):
-        raise ConfigError(f"{what}token ids go from 0 to {vocab_size - 1}")
+        raise ConfigError(f"token ids go from 0 to {vocab_size - 1}")
 
 
 def _sampling(sequences: Sequence[TokenSequence]) -> Sampling:
@@ -248,23 +243,4 @@ def _sampling(sequences: Sequence[TokenSequence]) -> Sampling:
         min_p=[request.min_p for request in requests],
         uniform=[sequence.random.random() for sequence in sequences],
         top_logprobs=[request.top_logprobs for request in requests],
-        shifts=[shift for row, sequence in enumerate(sequences) if (shift := _shift(row, sequence)) is not None],
-    )
-
-
-def _shift(row: int, sequence: TokenSequence) -> Shift | None:
-    request = sequence.generation.request
-    repetition = request.repetition_penalty
-    penalised = repetition != 1 or request.frequency_penalty != 0 or request.presence_penalty != 0
-    if not penalised and not request.logit_bias and request.allowed_token_ids is None:
-        return None
-    return Shift(
-        row=row,
-        prompt=list(request.prompt) if repetition != 1 else [],
-        output=sequence.tokens[len(request.prompt) :] if penalised else [],
-        repetition=repetition,
-        frequency=request.frequency_penalty,
-        presence=request.presence_penalty,
-        bias=dict(request.logit_bias),
-        allowed=None if request.allowed_token_ids is None else sorted(request.allowed_token_ids),
     )

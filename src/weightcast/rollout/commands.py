@@ -15,29 +15,8 @@ from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 
 
-class Shift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Changes of one row's logits before a token is chosen.
-
-    ``repetition``, ``frequency``, ``presence`` and ``bias`` are as in ``GenerationRequest``.
-
-    Attributes:
-        prompt: Token ids of the prompt; empty without a repetition penalty.
-        output: Token ids generated so far; empty without penalties.
-        allowed: The only token ids that may be chosen; None for all.
-    """
-
-    row: int
-    prompt: list[int] = []
-    output: list[int] = []
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
-    bias: dict[int, float] = {}
-    allowed: list[int] | None = None
-
-
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of each row, as in ``GenerationRequest``; every list but the last has one entry per row.
+    """Sampling settings of each row, as in ``GenerationRequest``.
 
     Attributes:
         uniform: Random number in [0, 1), the point of the cumulative distribution to choose.  It belongs to the
@@ -51,7 +30,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_p: list[float]
     uniform: list[float]
     top_logprobs: list[int]
-    shifts: list[Shift] = []
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True):

@@ -19,13 +19,12 @@ class RolloutEngine:
     """The parts of one engine that its server needs.
 
     Attributes:
-        text: The tokenizer; None serves token ids only.
         receiver: The weight receiver; None for an engine whose weights never change.
         registry: Prometheus registry with the receiver's metrics.
     """
 
     scheduler: Scheduler
-    text: TextTokenizer | None
+    text: TextTokenizer
     model: str
     receiver: SessionHandler | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)

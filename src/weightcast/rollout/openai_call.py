@@ -1,188 +1,134 @@
-"""OpenAI's routes, and one HTTP request to generate with the generations that it asks for."""
+"""OpenAI's routes, and one HTTP request with the generations that it asks for."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.rollout.engine import RolloutEngine
-from weightcast.rollout.openai_answers import AnswerChunk, AnswerShape, ChatShape, CompletionShape, usage
-from weightcast.rollout.openai_requests import ChatRequest, CompletionRequest, Sampled
-from weightcast.rollout.requests import GenerateAnswer, Generation, GenerationRequest
+from weightcast.rollout.openai_answers import CompletionFormat
+from weightcast.rollout.openai_requests import CompletionRequest
+from weightcast.rollout.requests import Generation, GenerationRequest
 from weightcast.rollout.responses import REFUSALS, REFUSED, error_body, json_response
 from weightcast.rollout.text import TextStream
 
-_Result = TypeVar("_Result")
 _WHOLE_OR_STREAM: dict[str, Any] = {
     "description": "The answer: one body, or events if stream is true",
     "content": {"text/event-stream": {"schema": {"title": "Events"}}},
 }
 
 
-def check_model(engine: RolloutEngine, name: str) -> None:
-    """Refuses another model's name with 404."""
-    if name != engine.model:
-        raise HTTPException(404, f"this engine does not serve the model {name!r}; it serves {engine.model!r}")
-
-
 class Call:
     """All generations of one HTTP request; they end when the client disconnects."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        body: Sampled,
-        prompts: Sequence[list[int]],
-        *,
-        top_logprobs: int,
-        max_tokens: int | None,
-        cut_to_fit: bool = False,
-    ) -> None:
-        if body.model is not None:
-            check_model(engine, body.model)
-        if body.stops and engine.text is None:
-            raise ConfigError("stop strings need a tokenizer, and this model has none", hint="use stop_token_ids")
+    def __init__(self, engine: RolloutEngine, body: CompletionRequest) -> None:
+        """Submits the generations; if one is refused, the whole call fails."""
+        if body.model is not None and body.model != engine.model:
+            raise HTTPException(404, f"this engine does not serve {body.model!r}; it serves {engine.model!r}")
         self._engine = engine
         self._body = body
-        self.prompt_tokens = sum(map(len, prompts))
-        self.id = uuid.uuid4().hex
+        prompts = [engine.text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        self._format = CompletionFormat(body, engine.text, model=engine.model, prompt_tokens=sum(map(len, prompts)))
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[int | None] = asyncio.Queue()  # index of a generation; None if the client has gone
         self._generations: list[Generation] = []
-        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
         try:
             for index in range(len(prompts) * body.n):
-                prompt = prompts[index // body.n]
-                room = engine.scheduler.limits.max_len - len(prompt)
-                request = GenerationRequest(
-                    request_id=f"{self.id}-{index}",
-                    prompt=tuple(prompt),
-                    max_tokens=max(1, min(max_tokens, room)) if max_tokens and cut_to_fit else max_tokens,
-                    temperature=body.temperature,
-                    top_p=body.top_p,
-                    top_k=max(body.top_k, 0),
-                    min_p=body.min_p,
-                    frequency_penalty=body.frequency_penalty,
-                    presence_penalty=body.presence_penalty,
-                    repetition_penalty=body.repetition_penalty,
-                    logit_bias=body.logit_bias or {},
-                    allowed_token_ids=allowed,
-                    seed=None if body.seed is None else body.seed + index % body.n,
-                    stop_token_ids=frozenset(body.stop_token_ids or ()),
-                    ignore_eos=body.ignore_eos,
-                    top_logprobs=top_logprobs,
+                stops = TextStream(engine.text, body.stops)
+                self._generations.append(
+                    engine.scheduler.submit(
+                        self._request(index, prompts[index // body.n]),
+                        stops_text=stops.ends_at if body.stops else None,
+                        on_change=self._tell(index),
+                    )
                 )
-                self._generations.append(engine.scheduler.submit(request, stops_text=self._stops_text()))
         except WeightcastError:
-            self._abort()  # one was refused, so the whole call fails
+            self._abort()
             raise
 
-    def _stops_text(self) -> Callable[[int], bool]:
-        """Tells the scheduler where stop strings end one answer, so that it generates nothing beyond them."""
-        if not self._body.stops or self._engine.text is None:
-            return lambda _: False
-        stream = TextStream(self._engine.text, self._body.stops)
+    def _request(self, index: int, prompt: list[int]) -> GenerationRequest:
+        body = self._body
+        max_tokens = body.max_tokens
+        if "max_tokens" not in body.model_fields_set and max_tokens is not None:  # the default is cut to fit
+            max_tokens = max(1, min(max_tokens, self._engine.scheduler.limits.max_len - len(prompt)))
+        return GenerationRequest(
+            request_id=f"{self._format.id}-{index}",
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(body.top_k, 0),
+            min_p=body.min_p,
+            seed=None if body.seed is None else body.seed + index % body.n,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            ignore_eos=body.ignore_eos,
+            top_logprobs=body.logprobs or 0,
+        )
 
-        def stops(token: int) -> bool:
-            stream.feed([token])
-            return stream.stopped
+    def _tell(self, index: int) -> Callable[[bool], None]:
+        """Tells this call's event loop of a generation's tokens, if the answer is streamed, and of its end."""
 
-        return stops
+        def tell(finished: bool) -> None:
+            if finished or self._body.stream:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and the reader with it
+                    self._loop.call_soon_threadsafe(self._news.put_nowait, index)
 
-    async def answer(self, request: Request, shape: AnswerShape) -> Response:
+        return tell
+
+    async def answer(self, request: Request) -> Response:
         """The response, whole or as a stream."""
         if self._body.stream:
-            return StreamingResponse(self._events(shape), media_type="text/event-stream")
-        work = asyncio.gather(*map(self._choice, range(len(self._generations))))
+            return StreamingResponse(self._events(), media_type="text/event-stream")
+        watching = asyncio.create_task(self._watch(request))
         try:
-            choices = await _unless_gone(request, work)
+            for _ in self._generations:
+                index = await self._news.get()
+                if index is None:
+                    return Response(status_code=499)  # nobody reads it
+                answer = self._generations[index].answer
+                if answer.finish_reason == "error":
+                    raise EngineFailure(answer.error or "the engine failed")
+            return json_response(self._format.whole([generation.answer for generation in self._generations]))
         finally:
+            watching.cancel()
             self._abort()
-        if choices is None:
-            return Response(status_code=499)  # the client has disconnected
-        body = shape.whole(self.id, choices, usage(self.prompt_tokens, [choice.answer for choice in choices]))
-        return json_response(body)
 
-    async def _choice(self, index: int) -> AnswerChunk:
-        generation, text = self._generations[index], self._engine.text
-        if not self._body.stops or text is None:
-            answer = await generation.finished()
-            plain = text.decode(answer.tokens) if text is not None else ""
-            return AnswerChunk(index=index, text=plain, answer=answer, finish_reason=answer.finish_reason)
-        stream, written = TextStream(text, self._body.stops), ""
-        async for gained in generation.progress():
-            written += stream.feed(gained.tokens)
-            if stream.stopped:
-                break
-        else:
-            written += stream.end()
-        if not stream.stopped:
-            answer = await generation.finished()
-            return AnswerChunk(index=index, text=written, answer=answer, finish_reason=answer.finish_reason)
-        self._engine.scheduler.abort(generation.request.request_id)
-        answer = _first(generation.answer, stream.num_tokens)
-        return AnswerChunk(index=index, text=written, answer=answer, finish_reason="stop")
+    async def _watch(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._news.put_nowait(None)
 
-    async def _events(self, shape: AnswerShape) -> AsyncIterator[bytes]:
-        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        readers = [asyncio.create_task(self._read(index, shape, queue)) for index in range(len(self._generations))]
+    async def _events(self) -> AsyncIterator[bytes]:
+        streams = [TextStream(self._engine.text, self._body.stops) for _ in self._generations]
+        growing = set(range(len(streams)))
         try:
-            left = len(readers)
-            while left:
-                event = await queue.get()
-                if event is None:
-                    left -= 1
-                else:
-                    yield _event(event)
-            if self._body.include_usage:
-                answers = [generation.answer for generation in self._generations]
-                yield _event(shape.last(self.id, usage(self.prompt_tokens, answers)))
+            while growing:
+                index = await self._news.get()
+                if index not in growing:
+                    continue
+                piece, stream = self._generations[index].news(), streams[index]
+                if piece.finish_reason == "error":
+                    yield _event(error_body(piece.error or "the engine failed", kind="engine_error"))
+                elif piece.tokens or piece.finish_reason is not None:
+                    offset = stream.num_characters
+                    text = stream.feed(piece.tokens) + (stream.end() if piece.finish_reason is not None else "")
+                    yield _event(self._format.event(index, piece, text, offset=offset))
+                if piece.finish_reason is not None:
+                    growing.remove(index)
+            if self._body.stream_options is not None and self._body.stream_options.include_usage:
+                yield _event(self._format.last([generation.answer for generation in self._generations]))
             yield b"data: [DONE]\n\n"
         finally:
             self._abort()
-            for reader in readers:
-                reader.cancel()
-
-    async def _read(self, index: int, shape: AnswerShape, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
-        """Turns one generation into events; always puts None at its end."""
-        generation, text = self._generations[index], self._engine.text
-        stream = TextStream(text, self._body.stops) if text is not None else None
-        offset = start = 0
-        try:
-            async for gained in generation.progress():
-                if gained.finish_reason == "error":
-                    queue.put_nowait(error_body(gained.error or "the engine failed", kind="engine_error"))
-                    return
-                written = stream.feed(gained.tokens) if stream is not None else ""
-                used = stream.num_tokens - start if stream is not None else len(gained.tokens)
-                stopped = stream is not None and stream.stopped
-                finish = "stop" if stopped else gained.finish_reason
-                if finish is not None and stream is not None:
-                    written += stream.end()
-                piece = AnswerChunk(
-                    index=index,
-                    text=written,
-                    answer=_first(generation.answer, start + used),
-                    finish_reason=finish,
-                    start=start,
-                    offset=offset,
-                )
-                start += used
-                offset += len(written)
-                queue.put_nowait(shape.piece(self.id, piece))
-                if stopped:
-                    self._engine.scheduler.abort(generation.request.request_id)
-                    return
-        finally:
-            queue.put_nowait(None)
 
     def _abort(self) -> None:
         for generation in self._generations:
@@ -190,51 +136,16 @@ class Call:
                 self._engine.scheduler.abort(generation.request.request_id)
 
 
-def _first(answer: GenerateAnswer, count: int) -> GenerateAnswer:
-    spans: list[tuple[int, int]] = []
-    left = count
-    for version, tokens in list(answer.spans):
-        if left > 0:
-            spans.append((version, min(tokens, left)))
-        left -= tokens
-    return GenerateAnswer(
-        tokens=answer.tokens[:count],
-        logprobs=answer.logprobs[:count],
-        top=answer.top[:count],
-        spans=spans,
-        version=spans[-1][0] if spans else answer.version,
-        finish_reason=answer.finish_reason,
-    )
-
-
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result | None:
-    """The result, or None if the client closes the connection first."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, watching):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, WeightcastError):
-                await task
 
 
 def openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
     """Adds the routes under /v1."""
     created = int(time.time())
 
-    def entry() -> dict[str, Any]:
-        return {
+    async def models() -> Response:
+        entry = {
             "id": engine.model,
             "object": "model",
             "created": created,
@@ -242,44 +153,19 @@ def openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
             "max_model_len": engine.scheduler.limits.max_len,
             "weight_version": engine.scheduler.version,
         }
-
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [entry()]})
-
-    async def model(name: str) -> Response:
-        check_model(engine, name)
-        return json_response(entry())
+        return json_response({"object": "list", "data": [entry]})
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        prompts = [_prompt_ids(engine, prompt) for prompt in body.prompts]
-        asked = "max_tokens" in body.model_fields_set
-        call = Call(
-            engine, body, prompts, top_logprobs=body.logprobs or 0, max_tokens=body.max_tokens, cut_to_fit=not asked
-        )
-        return await call.answer(request, CompletionShape(engine, body))
+        return await Call(engine, body).answer(request)
 
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        if engine.text is None:
-            raise ConfigError("this model has no tokenizer", hint="send token ids to /v1/completions")
-        try:
-            messages = [message.plain() for message in body.messages]
-        except ValueError as error:
-            raise ConfigError(f"messages: {error}") from None
-        prompt = engine.text.chat(messages, **(body.chat_template_kwargs or {}))
-        top = (body.top_logprobs or 0) if body.logprobs else 0
-        call = Call(engine, body, [prompt], top_logprobs=top, max_tokens=body.max_completion_tokens or body.max_tokens)
-        return await call.answer(request, ChatShape(engine, body))
+    async def chat() -> Response:
+        raise HTTPException(
+            404,
+            "this engine has no chat templates; apply the model's own with its tokenizer, and send the token ids to "
+            "/v1/completions",
+        )
 
     app.get("/v1/models", summary="The model that is served")(models)
-    app.get("/v1/models/{name:path}", summary="The model of this name", responses={404: REFUSED})(model)
     answers: dict[int | str, dict[str, Any]] = {200: _WHOLE_OR_STREAM, 404: REFUSED, **REFUSALS}
     app.post("/v1/completions", summary="Continue prompts", responses=answers)(completions)
-    app.post("/v1/chat/completions", summary="Answer a conversation", responses=answers)(chat)
-
-
-def _prompt_ids(engine: RolloutEngine, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if engine.text is None:
-        raise ConfigError("this model has no tokenizer", hint="send the prompt as token ids")
-    return engine.text.encode(prompt)
+    app.post("/v1/chat/completions", include_in_schema=False)(chat)

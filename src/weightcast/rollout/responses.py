@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError, error_words
-from weightcast.rollout.openai_requests import refusal
 
 REFUSED: dict[str, Any] = {"description": "Refused; the body is an error in OpenAI's shape"}
 # OpenAI answers 400 where FastAPI would answer 422.
@@ -41,14 +41,15 @@ def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         errors = error.errors()
-        unknown = [_place(entry) for entry in errors if entry["type"] == "extra_forbidden"]
-        place = unknown[0] if unknown else _place(errors[0])
-        if unknown:
-            message = refusal(unknown, known)
-        else:
-            words = str(errors[0]["msg"]).removeprefix("Value error, ")
-            message = f"{place}: {words}" if place else words
-        return json_response(error_body(message, param=place.split(".")[0] or None), 400)
+        first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        words = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(place, known, n=1)
+            words = "this engine has no such parameter; " + (f"did you mean {near[0]}?" if near else "leave it out")
+        return json_response(
+            error_body(f"{place}: {words}" if place else words, param=place.split(".")[0] or None), 400
+        )
 
     async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -67,7 +68,3 @@ def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
-
-
-def _place(entry: dict[str, Any]) -> str:
-    return ".".join(str(part) for part in entry["loc"] if part != "body")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightcast.rollout.commands import Chosen, Sampling, Shift
+from weightcast.rollout.commands import Chosen, Sampling
 
 _NUCLEUS = 1024  # candidates that are tried before the whole vocabulary is sorted for top_p
 _BLOCK = 256
@@ -22,10 +22,6 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
     logprobs = logits.log_softmax(dim=-1)
     # A nan or inf makes the whole row of log-probabilities nan; minus infinity does not, and is never chosen.
     finite = logprobs[:, :_BLOCK].sum(dim=-1).isnan().logical_not().tolist()
-    logits = shifted(logits, sampling.shifts)
-    for shift in sampling.shifts:  # a request may leave nothing to choose from
-        finite[shift.row] = finite[shift.row] and bool(logits[shift.row].max().isfinite())
-
     greedy: list[int] = []
     plain: list[int] = []
     filtered: list[int] = []
@@ -135,36 +131,3 @@ def _alternatives(logprobs: torch.Tensor, sampling: Sampling, finite: list[bool]
         count = sampling.top_logprobs[row]
         found[row] = list(zip(row_tokens[:count], row_values[:count], strict=True))
     return found
-
-
-def shifted(logits: torch.Tensor, shifts: Sequence[Shift]) -> torch.Tensor:
-    """Applies shifts to rows of (rows, vocabulary) float32 logits; the argument is unchanged.
-
-    Definitions and order are vLLM's: allowed tokens, biases, then repetition, frequency and presence penalties.
-    """
-    if not shifts:
-        return logits
-    logits = logits.clone()
-    for shift in shifts:
-        _shift(logits[shift.row], shift)
-    return logits
-
-
-def _shift(row: torch.Tensor, shift: Shift) -> None:
-    if shift.allowed is not None:
-        allowed = torch.tensor(shift.allowed, device=row.device)
-        kept = row[allowed]
-        row.fill_(-torch.inf)
-        row[allowed] = kept
-    if shift.bias:
-        row[torch.tensor(list(shift.bias), device=row.device)] += torch.tensor(
-            list(shift.bias.values()), dtype=row.dtype, device=row.device
-        )
-    if shift.repetition != 1:
-        seen = torch.tensor(sorted({*shift.prompt, *shift.output}), dtype=torch.int64, device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / shift.repetition, values * shift.repetition)
-    if shift.output and (shift.frequency or shift.presence):
-        output = torch.tensor(shift.output, device=row.device)
-        tokens, counts = output.unique(return_counts=True)
-        row[tokens] -= shift.frequency * counts + shift.presence

@@ -86,12 +86,19 @@ class Scheduler:
 
     # -- requests
 
-    def submit(self, request: GenerationRequest, *, stops_text: Callable[[int], bool] = lambda _: False) -> Generation:
+    def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        stops_text: Callable[[int], bool] | None = None,
+        on_change: Callable[[bool], None] = lambda _: None,
+    ) -> Generation:
         """Queues a request; while the engine is paused the request waits.
 
         Args:
             stops_text: Function that takes each token of the answer, in order and in the scheduler's thread, and
                 returns True if the answer ends with it.
+            on_change: The same as for `Generation`.
 
         Raises:
             ConfigError: This engine cannot serve the request; the text says why.
@@ -100,7 +107,7 @@ class Scheduler:
         """
         self.limits.check(request, vocab_size=self._vocab_size)
         stop = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | self._eos
-        generation = Generation(request)
+        generation = Generation(request, on_change)
         with self._changed:
             self._check_alive()
             self._batch.add(generation, stop=stop, stops_text=stops_text)

@@ -15,11 +15,9 @@ from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.openai_call import openai_routes
-from weightcast.rollout.openai_requests import ChatRequest, CompletionRequest
+from weightcast.rollout.openai_requests import CompletionRequest
 from weightcast.rollout.operator_routes import PauseRequest, operator_routes
 from weightcast.rollout.responses import answer_errors, error_body, json_response
-
-_PARAMETERS = (*CompletionRequest.model_fields, *ChatRequest.model_fields, *PauseRequest.model_fields)
 
 ExtraRoutes = Callable[[FastAPI, RolloutEngine], None]
 MAX_BODY_BYTES = 16 << 20
@@ -43,7 +41,7 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes
     if keys:
         app.add_middleware(ApiKeyGuard, keys=Keys(keys))
     guard = Guard(keys)
-    answer_errors(app, _PARAMETERS)
+    answer_errors(app, (*CompletionRequest.model_fields, *PauseRequest.model_fields))
     openai_routes(app, engine)
     operator_routes(app, engine, guard)
     if engine.receiver is not None:

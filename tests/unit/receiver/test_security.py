@@ -41,6 +41,7 @@ from weightcast.receiver.server import weight_routes
 from weightcast.receiver.sources.broadcast import GroupSource as GroupsOfARank
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.server import build_app
+from weightcast.rollout.text import TextTokenizer
 from weightcast.update import diagnose
 from weightcast.wire.bucket_sources import BroadcastSource, MemoryHandle
 from weightcast.wire.codec import decode, decode_info, encode
@@ -120,7 +121,7 @@ class _Quiet:
 
 @pytest.fixture
 def keyed(made: Bench) -> FastAPI:
-    engine = RolloutEngine(scheduler=_Quiet(), text=None, model="m", receiver=made.engine)  # type: ignore[arg-type]
+    engine = RolloutEngine(scheduler=_Quiet(), text=TextTokenizer(), model="m", receiver=made.engine)  # type: ignore[arg-type]
     return build_app(engine, api_key=KEY)
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from weightcast.rollout.commands import Sampling
 from weightcast.rollout.sampling import choose
@@ -13,7 +14,7 @@ from weightcast.rollout.sampling import choose
 VOCAB = 1500
 
 
-def sampling(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=None, top_logprobs=0, shifts=()):
+def sampling(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=None, top_logprobs=0):
     return Sampling(
         temperature=[temperature] * rows,
         top_k=[top_k] * rows,
@@ -21,7 +22,6 @@ def sampling(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=No
         min_p=[min_p] * rows,
         uniform=uniform or [(row + 0.5) / rows for row in range(rows)],
         top_logprobs=[top_logprobs] * rows,
-        shifts=list(shifts),
     )
 
 
@@ -76,6 +76,33 @@ def test_top_p_is_a_share_of_a_top_k_beyond_the_first_candidates(top_p):
     expected = torch.zeros(VOCAB)
     expected[order[:kept]] = ordered[:kept] / ordered[:kept].sum()
     assert (seen - expected).abs().max() <= 1 / 4000 + 1e-6
+    assert seen[expected == 0].sum() == 0
+
+
+@pytest.mark.parametrize("scale", [0.1, 2.0])  # 0.1 keeps more than a thousand tokens
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 0.3},
+        {"min_p": 0.02, "top_p": 0.8},
+        {"min_p": 0.6, "top_p": 0.9},
+        {"min_p": 0.3, "top_k": 6},
+        {"min_p": 0.02, "top_k": 1200, "top_p": 0.7},
+        {"min_p": 1.0},
+    ],
+)
+def test_min_p_comes_before_top_k_and_top_p(scale, settings):
+    temperature = 0.8
+    row = logits(7, scale=scale)
+    seen, _ = frequencies(row, temperature=temperature, **settings)
+    expected = row[None] / temperature
+    warpers = [MinPLogitsWarper(settings["min_p"])]
+    warpers += [TopKLogitsWarper(settings["top_k"])] if "top_k" in settings else []
+    warpers += [TopPLogitsWarper(settings["top_p"])] if "top_p" in settings else []
+    for warper in warpers:
+        expected = warper(torch.empty(0), expected)
+    expected = expected[0].softmax(-1)
+    assert (seen - expected).abs().max() <= 1 / 4000 + 1e-5
     assert seen[expected == 0].sum() == 0
 
 

@@ -15,9 +15,7 @@ from weightcast.rollout.text import TextStream, TextTokenizer
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer(folder)
-    found = TextTokenizer.load(folder, max_len=64)
-    assert found is not None
-    return found
+    return TextTokenizer.load(folder, max_len=64)
 
 
 @given(tokens=st.lists(st.integers(0, VOCAB - 1), max_size=30))
@@ -41,6 +39,7 @@ def test_text_is_cut_at_the_first_stop_string(text, words, stops):
     for token in text.encode(words):
         given_out += stream.feed([token])
     given_out += stream.end()
+    assert stream.num_characters == len(given_out)
     whole = [words.find(stop) for stop in stops if stop in words]
     if not whole:
         assert given_out == words
@@ -52,66 +51,34 @@ def test_text_is_cut_at_the_first_stop_string(text, words, stops):
         assert any(words[len(given_out) :].startswith(stop) for stop in stops)
 
 
-def test_tokens_after_a_stop_string_do_not_count(text):
+def test_the_token_that_completes_a_stop_string_is_found(text):
     ids = text.encode("one two three four")
     stream = TextStream(text, ["two"])
-    assert stream.feed(ids) == "one "
-    assert stream.num_tokens < len(ids)
-    assert "two" in text.decode(ids[: stream.num_tokens])
+    count = next(count for count, token in enumerate(ids, 1) if stream.ends_at(token))
+    assert "two" in text.decode(ids[:count])
+    assert "two" not in text.decode(ids[: count - 1])
+    assert stream.feed(ids) + stream.end() == ""
 
 
-def test_chat_template_and_its_refusals(text):
-    ids = text.chat([{"role": "user", "content": "hi"}])
-    assert text.decode(ids) == "hi"  # without its special tokens
+def test_a_text_that_cannot_fit_is_refused(text):
     with pytest.raises(ConfigError, match="cannot fit"):
         text.encode("x" * 100_000)
-    with pytest.raises(ConfigError, match="refuses these messages"):
-        text.chat([{"role": "user", "content": "hi"}], messages=[])
 
 
 def test_invalid_unicode_is_refused(text):
     with pytest.raises(ConfigError, match=r"not text.*ud800"):
         text.encode("one \ud800 two")
-    with pytest.raises(ConfigError, match="refuses these messages"):
-        text.chat([{"role": "user", "content": "\ud800"}])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"return_tensors": "pt"},
-        {"truncation": True, "max_length": 2},
-        {"padding": "max_length", "max_length": 64},
-        {"tokenizer_kwargs": {"padding": "max_length"}},
-        {"chat_template": "{{ 1 }}"},
-        {"tokenize": False},
-        {"self": 1},
-    ],
-)
-def test_requests_cannot_set_how_a_chat_template_is_applied(text, settings):
-    with pytest.raises(ConfigError, match=rf"chat_template_kwargs: .*{max(settings)} cannot be set"):
-        text.chat([{"role": "user", "content": "hi"}], **settings)
+def test_a_model_without_tokenizer_takes_and_gives_token_ids_only(tmp_path):
+    none = TextTokenizer.load(tmp_path, max_len=64)
+    assert (none.decode([5, 6]), none.piece(5)) == ("", "token_id:5")
+    for refused in (lambda: none.encode("one"), lambda: TextStream(none, ["stop"])):
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            refused()
 
 
-def test_template_settings_reach_the_template(text):
-    messages = [{"role": "user", "content": "hi"}]
-    seen = {}
-
-    def apply(conversation, **settings):
-        seen.update(settings)
-        return [1]
-
-    class Tokenizer:
-        chat_template = "any"
-        apply_chat_template = staticmethod(apply)
-
-    meant = {"tools": [{"name": "add"}], "documents": [{"text": "one"}], "enable_thinking": False}
-    assert TextTokenizer(Tokenizer(), max_len=64).chat(messages, **meant) == [1]
-    assert {name: seen[name] for name in meant} == meant
-
-
-def test_a_folder_without_tokenizer_gives_none(tmp_path):
-    assert TextTokenizer.load(tmp_path, max_len=64) is None
+def test_a_broken_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         TextTokenizer.load(tmp_path, max_len=64)

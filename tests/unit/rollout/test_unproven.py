@@ -28,6 +28,7 @@ from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.requests import Generation, GenerationRequest
 from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.server import build_app
+from weightcast.rollout.text import TextTokenizer
 from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import RankInfo
@@ -107,7 +108,7 @@ class Served:
             specs=tuple(specs),
         )
         self.receiver = SessionHandler(self.ranks, self.scheduler, facts)
-        self.engine = RolloutEngine(scheduler=self.scheduler, text=None, model="m", receiver=self.receiver)
+        self.engine = RolloutEngine(scheduler=self.scheduler, text=TextTokenizer(), model="m", receiver=self.receiver)
         self._pool = ThreadPoolExecutor(4)
         self._number = 0
 
