@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Response
@@ -18,6 +18,7 @@ from weightcast.receiver.server import NOT_FOR_YOU
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.responses import REFUSALS, json_response
 from weightcast.rollout.scheduler import Stats
+from weightcast.rollout.sleeping import Sleeper
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -34,6 +35,7 @@ class PauseRequest(BaseModel):
 def operator_routes(app: FastAPI, engine: RolloutEngine, guard: Guard) -> None:
     """Adds the routes of an engine."""
     scheduler = engine.scheduler
+    sleeper = Sleeper(scheduler, engine.receiver.between_updates if engine.receiver is not None else nullcontext)
     metrics = Metrics(scheduler.stats, model=engine.model, updates=engine.registry)
 
     def status() -> dict[str, Any]:
@@ -67,19 +69,12 @@ def operator_routes(app: FastAPI, engine: RolloutEngine, guard: Guard) -> None:
         return json_response(status())
 
     async def sleep(body: PauseRequest | None = None) -> Response:
-        await run_in_threadpool(fall_asleep, body or PauseRequest())
+        body = body or PauseRequest()
+        await run_in_threadpool(sleeper.sleep, body.mode, timeout_s=body.timeout_s)
         return json_response(status())
 
-    def fall_asleep(body: PauseRequest) -> None:
-        # Sleep and a commit both move the weights, so only one may run.  This is checked twice: now, before any request
-        # is ended for it, and when nothing runs, because messages to the receiver do not wait until then.
-        alone = engine.receiver.between_updates if engine.receiver is not None else contextlib.nullcontext
-        with alone():
-            pass
-        scheduler.sleep(body.mode, timeout_s=body.timeout_s, alone=alone)
-
     async def wake() -> Response:
-        await run_in_threadpool(scheduler.wake)
+        await run_in_threadpool(sleeper.wake)
         return json_response(status())
 
     unwell: dict[int | str, dict[str, Any]] = {503: {"description": "The engine cannot serve; the body says why"}}

@@ -16,6 +16,7 @@ from weightcast.rollout import commands
 from weightcast.rollout.batch import Limits
 from weightcast.rollout.requests import GenerationRequest
 from weightcast.rollout.scheduler import Scheduler
+from weightcast.rollout.sleeping import Sleeper
 from weightcast.rollout.worker import WorkerSettings, make_worker
 
 PROMPTS = [[5, 6, 7], [100, 200, 300, 400, 17], [9], [33, 44], [55, 66, 77, 88]]
@@ -77,6 +78,7 @@ class Rig:
             eos_token_ids=frozenset(),
             vocab_size=VOCAB,
         )
+        self.sleeper = Sleeper(self.scheduler)
 
     def submit(self, prompts=PROMPTS, **changes):
         options = {"max_tokens": TOKENS, "temperature": 0.0} | changes
@@ -319,43 +321,47 @@ def test_samples_of_one_prompt_are_computed_once(rig, models):
 
 def test_sleep_frees_the_cache_and_wake_serves_the_same_weights(free, models):
     before = {name: p.clone() for name, p in free.worker._model.named_parameters()}
-    free.scheduler.sleep()
-    free.scheduler.sleep()
+    free.sleeper.sleep()
+    free.sleeper.sleep()
     assert free.scheduler.stats().state == "asleep"
     answer = free.submit()[0]
     with pytest.raises(Refused, match="asleep"):
         free.scheduler.pause("abort", 20)
     with pytest.raises(Refused, match="asleep"):
         free.scheduler.score([1, 2])
-    free.scheduler.wake()
+    free.sleeper.wake()
     assert answer.result(PATIENCE_S).tokens == greedy(models[1], PROMPTS[0], TOKENS)
     for name, parameter in free.worker._model.named_parameters():
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
     with pytest.raises(ConfigError, match="in_place"):
-        free.scheduler.sleep("in_place")
+        free.sleeper.sleep("in_place")
 
 
 def test_wake_during_sleep_cancels_the_sleep(free, models, monkeypatch):
     def woken_before_the_weights_move(*args, **settings):
         pause(*args, **settings)
-        free.scheduler.wake()
+        free.sleeper.wake()
 
     pause = free.scheduler.pause
     monkeypatch.setattr(free.scheduler, "pause", woken_before_the_weights_move)
     with pytest.raises(Refused, match="woken before its weights had moved"):
-        free.scheduler.sleep()
+        free.sleeper.sleep()
     assert free.scheduler.stats().state == "serving"
     assert free.submit()[0].result(PATIENCE_S).tokens == greedy(models[1], PROMPTS[0], TOKENS)
 
 
 def test_a_refused_sleep_ends_its_pause(free, models):
+    begun = []
+
     @contextmanager
-    def taken():
-        raise Refused("an update has begun")
+    def between_updates():
+        if begun:
+            raise Refused("an update has begun")
+        begun.append(True)  # after the first look
         yield
 
     with pytest.raises(Refused, match="an update has begun"):
-        free.scheduler.sleep(alone=taken)
+        Sleeper(free.scheduler, between_updates).sleep()
     assert free.scheduler.stats().state == "serving"
     assert free.submit()[0].result(PATIENCE_S).tokens == greedy(models[1], PROMPTS[0], TOKENS)
 
