@@ -323,7 +323,6 @@ def test_sigterm_ends_requests_and_every_process(model):
             assert {choice["finish_reason"] for choice in request.result(PATIENCE_S)["choices"]} <= {"abort", "length"}
         assert engine.process.wait(PATIENCE_S) == 0
         wait_until_gone(ranks)
-        assert not [name for pid in ranks for name in Path("/dev/shm").glob(f"weightcast-tp-{pid}-*")]
     finally:
         engine.close()
 

@@ -520,7 +520,7 @@ def _segments(makers: set[int]) -> set[str]:
 
     One of the makers is this process, in which other tests have run before.
     """
-    marks = tuple(mark for pid in makers for mark in (f"torch_{pid}_", f"weightcast-tp-{pid}-"))
+    marks = tuple(f"torch_{pid}_" for pid in makers)
     return {name for name in os.listdir("/dev/shm") if name.startswith(marks)}
 
 

@@ -1,22 +1,20 @@
 """Sums the partial results of the tensor-parallel ranks of one engine, in place.
 
-On one x86 host the ranks use shared memory: a decode step makes two small reductions per layer, and a collective over
-sockets costs more than the matmuls around it once ranks outnumber cores.  GPUs use nccl, and everything else gloo.
+On one x86 host the ranks use shared memory: a decode step makes two small reductions per layer, and with gloo's sockets
+it makes half as many tokens, or fewer.  GPUs use nccl, and everything else gloo.
 All ranks choose the mechanism together, so that no rank waits in one while its peers wait in another.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import platform
-import tempfile
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,6 @@ import torch.distributed as dist
 from weightcast.errors import DeadlineExceeded, EngineFailure
 
 Reduce = Callable[[torch.Tensor], None]
-
-_log = logging.getLogger(__name__)
 
 _dist: Any = dist  # its annotations of stores and backends fit only builds that have all of them
 
@@ -51,15 +47,10 @@ class GroupReduce:
         """Replaces `tensor` with the sum over all ranks."""
         self._group.allreduce([tensor]).wait()
 
-    def interrupt(self, reason: str) -> None:
-        """Makes a reduction under way fail."""
-        del reason
+    def close(self) -> None:
+        """Leaves the group; a sum under way fails."""
         with contextlib.suppress(RuntimeError):  # a broken group cannot be aborted again
             self._group.abort()
-
-    def close(self) -> None:
-        """Leaves the group."""
-        self.interrupt("closed")
 
 
 class SharedMemoryReduce:
@@ -79,7 +70,7 @@ class SharedMemoryReduce:
         self._flags = memoryview(segment)[: size * _FLAG_BYTES].cast("q")[:: _FLAG_BYTES // 8]
         self._slots = data[size * _FLAG_BYTES :].view(2, size, _CHUNK_BYTES)
         self._round = 0
-        self._broken: str | None = None
+        self._closed = False
 
     @staticmethod
     def segment_bytes(size: int) -> int:
@@ -108,8 +99,8 @@ class SharedMemoryReduce:
                 if spins < _SPINS:
                     os.sched_yield()
                     continue
-                if self._broken is not None:
-                    raise EngineFailure(f"rank {self._rank}: reduction interrupted: {self._broken}")
+                if self._closed:
+                    raise EngineFailure(f"rank {self._rank} closed during a tensor-parallel sum")
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
@@ -117,13 +108,9 @@ class SharedMemoryReduce:
                     )
                 time.sleep(_NAP_S)
 
-    def interrupt(self, reason: str) -> None:
-        """Makes a reduction under way fail."""
-        self._broken = reason
-
     def close(self) -> None:
-        """Makes waiting ranks fail; the segment is freed with the last rank."""
-        self._broken = "closed"
+        """Makes a sum under way fail; the segment is freed with the last rank."""
+        self._closed = True
 
 
 def connect(rendezvous: str, *, rank: int, timeout_s: float) -> Any:
@@ -174,53 +161,31 @@ def join(
 def _nccl(store: Any, *, rank: int, size: int) -> Any:
     options = _dist.ProcessGroupNCCL.Options()
     # When its own timeout passes, NCCL's watchdog ends the process silently.  The executor notices a lost rank
-    # instead, and `interrupt` frees the others.
+    # instead, and `close` frees the others.
     options._timeout = timedelta(days=1)
     return _dist.ProcessGroupNCCL(_dist.PrefixStore("nccl", store), rank, size, options)
 
 
 def _share_memory(store: Any, *, rank: int, size: int) -> mmap.mmap | None:
-    """Maps one segment on all ranks; None on every rank if it has no room, or if any of them cannot map it."""
+    """Maps one segment on all ranks; None on every rank if any of them cannot map it."""
     num_bytes = SharedMemoryReduce.segment_bytes(size)
-    host = f"{platform.machine()} {_boot_id()}"
     segment: mmap.mmap | None = None
-    path = Path()
-    if rank == 0:
-        if platform.machine() in ("x86_64", "AMD64") and os.access("/dev/shm", os.W_OK):
-            try:
-                with tempfile.NamedTemporaryFile(
-                    prefix=f"weightcast-tp-{os.getpid()}-", dir="/dev/shm", delete=False
-                ) as file:
-                    path = Path(file.name)
-                    # Pages that are not reserved end the ranks by SIGBUS when there is no room for them.
-                    os.posix_fallocate(file.fileno(), 0, num_bytes)
-                    segment = mmap.mmap(file.fileno(), num_bytes)
-            except OSError as error:
-                _log.warning(
-                    "ranks sum over sockets, which is slower: %d bytes could not be reserved in /dev/shm: %s; if it "
-                    "has no room, give the container more (docker run --shm-size)",
-                    num_bytes,
-                    error.strerror,
-                )
-                if path != Path():
-                    path.unlink()
-                path = Path()
-        store.set("segment", f"{host}\n{path}")
-    else:
-        theirs, _, name = store.get("segment").decode().partition("\n")
-        if theirs == host and name != ".":
-            with contextlib.suppress(OSError):  # another container on the same kernel does not see the segment
-                handle = os.open(name, os.O_RDWR)
-                segment = mmap.mmap(handle, num_bytes)
-                os.close(handle)
-    answers = exchange(store, "mapped", "yes" if segment is not None else "no", rank=rank, size=size)
-    if rank == 0 and segment is not None:
-        path.unlink()  # the mappings keep it alive, and a killed engine leaves no file behind
+    with contextlib.ExitStack() as stack:  # the mappings keep the memory
+        if rank == 0:
+            name = f"weightcast-tp-{secrets.token_hex(8)}"
+            file = os.memfd_create(name)
+            stack.callback(os.close, file)
+            os.ftruncate(file, num_bytes)
+            if platform.machine() in ("x86_64", "AMD64"):
+                segment = mmap.mmap(file, num_bytes)
+            store.set("segment", f"{name} /proc/{os.getpid()}/fd/{file}")
+        else:
+            name, path = store.get("segment").decode().split()
+            with contextlib.suppress(OSError):
+                # On another host, or in another container, the path may be another process's.
+                if os.readlink(path).startswith(f"/memfd:{name}"):
+                    file = os.open(path, os.O_RDWR)
+                    stack.callback(os.close, file)
+                    segment = mmap.mmap(file, num_bytes)
+        answers = exchange(store, "mapped", "yes" if segment is not None else "no", rank=rank, size=size)
     return segment if set(answers) == {"yes"} else None
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -129,7 +128,7 @@ def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, 
         worker.close()
     columns = zip(*(future.result(0) for future in chosen), strict=True)
     assert [list(column) for column in columns] == [greedy(model, prompt, 12) for prompt in prompts()]
-    assert not list(Path("/dev/shm").glob(f"weightcast-tp-{os.getpid()}-*"))
+    assert not [file for file in Path("/proc/self/fd").iterdir() if "weightcast-tp" in str(file.resolve())]
 
 
 @pytest.mark.parametrize("places", [("device", "none"), ("host", "device"), ("none", "host")])
@@ -174,9 +173,9 @@ def test_a_sum_with_a_dead_peer_fails():
     with pytest.raises(DeadlineExceeded, match="engine rank 1"):
         alone(torch.ones(4))
     waiting = all_reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=60)
-    waiting.interrupt("the engine is shutting down")
+    waiting.close()
     waiting._round = 1000
-    with pytest.raises(EngineFailure, match="shutting down"):
+    with pytest.raises(EngineFailure, match="closed during"):
         waiting(torch.ones(4))
 
 
