@@ -36,7 +36,9 @@ class CompletionFormat:
         """A response that is not streamed."""
         texts = [cut(self._text.decode(answer.tokens), self._body.stops) for answer in answers]
         choices = [self._choice(*choice, offset=0) for choice in zip(range(len(answers)), answers, texts, strict=True)]
-        return {**self._head, "choices": choices, "usage": self._usage(answers), **_versions(answers)}
+        prompt, answer = self._prompt_tokens, sum(len(answer.tokens) for answer in answers)
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {**self._head, "choices": choices, "usage": usage, **_versions(answers)}
 
     def event(self, index: int, piece: GenerateAnswer, text: str, *, offset: int) -> dict[str, Any]:
         """One event of a stream; the last of a choice has the weight versions of all its tokens.
@@ -46,10 +48,6 @@ class CompletionFormat:
         """
         choices = [self._choice(index, piece, text, offset=offset)]
         return {**self._head, "choices": choices, "weight_version": piece.version}
-
-    def last(self, answers: Sequence[GenerateAnswer]) -> dict[str, Any]:
-        """The event with the token counts."""
-        return {**self._head, "choices": [], "usage": self._usage(answers)}
 
     def _choice(self, index: int, piece: GenerateAnswer, text: str, *, offset: int) -> dict[str, Any]:
         return {
@@ -69,14 +67,6 @@ class CompletionFormat:
             "token_logprobs": piece.logprobs,
             "top_logprobs": top if any(top) else None,
             "text_offset": list(accumulate(map(len, words), initial=offset))[:-1],
-        }
-
-    def _usage(self, answers: Sequence[GenerateAnswer]) -> dict[str, int]:
-        tokens = sum(len(answer.tokens) for answer in answers)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": self._prompt_tokens + tokens,
         }
 
 

@@ -124,8 +124,6 @@ class Call:
                     yield _event(self._format.event(index, piece, text, offset=offset))
                 if piece.finish_reason is not None:
                     growing.remove(index)
-            if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                yield _event(self._format.last([generation.answer for generation in self._generations]))
             yield b"data: [DONE]\n\n"
         finally:
             self._abort()

@@ -7,22 +7,14 @@ refused: an engine that ignores a parameter samples from another distribution th
 from __future__ import annotations
 
 from types import NoneType
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator
 
 MAX_PROMPTS = 1024
 _MOST = (1 << 31) - 1  # largest count of tokens and largest token id; the ranks' commands have 64-bit integers
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 RequestTokenId = Annotated[int, Field(ge=0, le=_MOST)]
-
-
-class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    include_usage: bool = False
 
 
 class CompletionRequest(BaseModel):
@@ -49,7 +41,6 @@ class CompletionRequest(BaseModel):
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
 
     @field_validator("*", mode="before")
@@ -58,12 +49,6 @@ class CompletionRequest(BaseModel):
         field = cls.model_fields[info.field_name]
         takes_null = field.is_required() or NoneType in get_args(field.annotation)
         return value if value is not None or takes_null else field.default
-
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
-        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
