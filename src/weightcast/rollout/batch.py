@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -42,10 +42,8 @@ class Limits:
                 f"the prompt has {len(request.prompt)} tokens; the context holds {self.max_len}, "
                 "one of them for an answer"
             )
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {request.max_tokens}; at least 1 can be generated")
         room = self.max_len - len(request.prompt)
-        if request.max_tokens is not None and request.max_tokens > room:
+        if request.max_tokens is not None and not 1 <= request.max_tokens <= room:
             raise ConfigError(
                 f"max_tokens is {request.max_tokens}; the context holds {self.max_len} tokens, of which the prompt "
                 f"takes {len(request.prompt)} and leaves {room}"
@@ -53,22 +51,23 @@ class Limits:
         check_tokens(request.prompt, vocab_size=vocab_size)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class TokenSequence:
-    """One request in the batch: its tokens, and the number of them in the cache."""
+    """One request in the batch.
 
-    __slots__ = ("cached", "generation", "limit", "random", "stop", "stops_text", "tokens")
+    Attributes:
+        tokens: Prompt, and answer so far.
+        limit: Number of tokens at which the request ends.
+        cached: Number of tokens in the cache.
+    """
 
-    def __init__(
-        self, generation: Generation, *, limit: int, stop: frozenset[int], stops_text: Callable[[int], bool] | None
-    ) -> None:
-        request = generation.request
-        self.generation = generation
-        self.tokens = list(request.prompt)
-        self.cached = 0
-        self.limit = limit
-        self.stop = stop
-        self.stops_text = stops_text
-        self.random = random.Random(request.seed)
+    generation: Generation
+    tokens: list[int]
+    limit: int
+    stop: frozenset[int]
+    stops_text: Callable[[int], bool] | None
+    random: random.Random
+    cached: int = 0
 
 
 class ContinuousBatch:
@@ -96,9 +95,19 @@ class ContinuousBatch:
         if len(self.waiting) >= self._limits.max_waiting:
             raise Refused(f"{len(self.waiting)} requests are waiting already", hint="send fewer requests at once")
         request = generation.request
-        most = self._limits.max_len
-        limit = most if request.max_tokens is None else min(most, len(request.prompt) + request.max_tokens)
-        self.waiting.append(TokenSequence(generation, limit=limit, stop=stop, stops_text=stops_text))
+        limit = self._limits.max_len
+        if request.max_tokens is not None:
+            limit = min(limit, len(request.prompt) + request.max_tokens)
+        self.waiting.append(
+            TokenSequence(
+                generation=generation,
+                tokens=list(request.prompt),
+                limit=limit,
+                stop=stop,
+                stops_text=stops_text,
+                random=random.Random(request.seed),
+            )
+        )
 
     def admit(self) -> list[TokenSequence]:
         """Takes requests off the queue, oldest first, as many as fit into the batch and into one prefill step."""
@@ -173,27 +182,13 @@ class ContinuousBatch:
 
     def end_aborted(self, request_ids: AbstractSet[str], *, version: int) -> None:
         """Ends the requests with these ids, with the tokens that they have; ignores unknown ids."""
-        if request_ids:
-            self._end_if(lambda one: one.request.request_id in request_ids, "abort", version, None)
-
-    def generations(self) -> list[Generation]:
-        """Every request, running or waiting."""
-        return [sequence.generation for sequence in (*self.running, *self.waiting)]
-
-    def end_these(self, generations: Collection[Generation], *, version: int, error: str) -> None:
-        """Ends those of some requests that run or wait, with an error."""
-        self._end_if(lambda one: any(one is other for other in generations), "error", version, error)
-
-    def _end_if(
-        self, chosen: Callable[[Generation], bool], reason: FinishReason, version: int, error: str | None
-    ) -> None:
-        for sequence in [*self.running, *self.waiting]:
-            if chosen(sequence.generation):
-                if any(sequence is other for other in self.running):
+        for sequence in [*self.running, *self.waiting] if request_ids else ():
+            if sequence.generation.request.request_id in request_ids:
+                if sequence in self.running:
                     self._remove_running(sequence)
                 else:
                     self.waiting.remove(sequence)
-                self._finish(sequence, reason, version, error)
+                self._finish(sequence, "abort", version)
 
     def end_all(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
         """Ends every request, running or waiting."""
@@ -213,7 +208,7 @@ class ContinuousBatch:
 
     def _remove_running(self, sequence: TokenSequence) -> None:
         """Moves the last slot into the gap."""
-        slot = next(place for place, other in enumerate(self.running) if other is sequence)
+        slot = self.running.index(sequence)
         last = self.running.pop()
         if last is not sequence:
             self.running[slot] = last
@@ -223,7 +218,7 @@ class ContinuousBatch:
         moves, self._moves = self._moves, []
         return moves
 
-    def _finish(self, sequence: TokenSequence, reason: FinishReason, version: int, error: str | None) -> None:
+    def _finish(self, sequence: TokenSequence, reason: FinishReason, version: int, error: str | None = None) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
         sequence.generation.finish(reason, version=version, error=error)
 

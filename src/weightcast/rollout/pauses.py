@@ -1,17 +1,15 @@
-"""Keeps the pauses of an engine, applies each pause mode to the batch, and holds answers of unproven weights.
+"""Keeps the pauses of an engine, and applies each pause mode to the batch.
 
 It has no thread: the scheduler's lock guards it, and the scheduler's loop settles requested pauses between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weightcast.config import PauseMode
 from weightcast.errors import Refused
 from weightcast.rollout.batch import ContinuousBatch
-from weightcast.rollout.requests import Generation
 
 SLEEP = "sleep"
 UPDATE = "update"
@@ -88,31 +86,3 @@ class Pauses:
             pause.done = settled = True
             self._asked.remove(pause)
         return settled
-
-
-class Unproven:
-    """The requests of an engine whose new weights are being read back; the scheduler's lock guards it.
-
-    Attributes:
-        version_before: Version of the weights before, which are proven.
-    """
-
-    def __init__(self, version_before: int, generations: Iterable[Generation]) -> None:
-        self.version_before = version_before
-        self._held: list[Generation] = []
-        for generation in generations:
-            self.hold(generation)
-
-    def hold(self, generation: Generation) -> None:
-        """Keeps what a request gets from now on from its reader."""
-        generation.hold()
-        self._held.append(generation)
-
-    def let_go(self) -> None:
-        """Gives readers what was held."""
-        for generation in self._held:
-            generation.let_go()
-
-    def drop(self, why: str) -> list[Generation]:
-        """Forgets what was held; returns the requests that had got something, which end with this error."""
-        return [generation for generation in self._held if generation.drop(why)]

@@ -69,84 +69,45 @@ class GenerateAnswer:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
-    def add(self, other: GenerateAnswer) -> None:
-        """Appends what comes after these tokens, if this answer has not ended."""
-        if self.finish_reason is not None:
-            return
-        self.tokens += other.tokens
-        self.logprobs += other.logprobs
-        self.top += other.top
-        for version, count in other.spans:
-            if self.spans and self.spans[-1][0] == version:
-                count += self.spans.pop()[1]
-            self.spans.append((version, count))
-        if other.tokens or not self.tokens:
-            self.version = other.version
-        self.finish_reason, self.error = other.finish_reason, other.error
-
 
 class Generation:
     """A request under way, for one reader, which gets its `result` or follows its `news`.
 
     Args:
-        on_change: Called in the scheduler's thread when the reader has new tokens, and with True at the end.
+        on_change: Called in the scheduler's thread after each new token, and with True at the end.
     """
 
     def __init__(self, request: GenerationRequest, on_change: Callable[[bool], None] = lambda _: None) -> None:
         self.request = request
         self.answer = GenerateAnswer()  # so far; complete once `finish_reason` is set
-        self._held: GenerateAnswer | None = None  # the end of the answer that the reader must not see yet
         self._changed = threading.Condition()
         self._on_change = on_change
         self._read = 0
 
     # -- the scheduler's side
 
-    def hold(self) -> None:
-        """Keeps what comes from now on from the reader, until `let_go` or `drop`; a second call changes nothing."""
-        with self._changed:
-            if self._held is None and self.answer.finish_reason is None:
-                self._held = GenerateAnswer()
-
-    def let_go(self) -> None:
-        """Gives the reader what was held."""
-        with self._changed:  # tokens that come meanwhile wait, and come after those
-            held, self._held = self._held, None
-            if held is not None:
-                self._give(held)
-
-    def drop(self, error: str) -> bool:
-        """Forgets the tokens that were held.  If there were some, the answer ends with this error; True then."""
-        with self._changed:
-            held, self._held = self._held, None
-            if held is None:
-                return False
-            if held.tokens:
-                self._give(GenerateAnswer(version=self.answer.version, finish_reason="error", error=error))
-                return True
-            self._give(held)
-            return False
-
     def add(self, token: int, logprob: float, top: list[tuple[int, float]], *, version: int) -> None:
-        """Appends one token, unless the answer has ended, such as one that was dropped during its last step."""
-        self._give(GenerateAnswer([token], [logprob], [top], [(version, 1)], version))
+        """Appends one token."""
+        answer = self.answer
+        with self._changed:
+            answer.tokens.append(token)
+            answer.logprobs.append(logprob)
+            answer.top.append(top)
+            if not answer.spans or answer.spans[-1][0] != version:
+                answer.spans.append((version, 0))
+            answer.spans[-1] = (version, answer.spans[-1][1] + 1)
+            answer.version = version
+        self._on_change(False)
 
     def finish(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
-        """Completes the answer; calls after the first change nothing."""
-        self._give(GenerateAnswer(version=version, finish_reason=reason, error=error))
-
-    def _give(self, more: GenerateAnswer) -> None:
+        """Completes the answer."""
         with self._changed:
-            if self._held is not None:
-                self._held.add(more)
-                return
-            if self.answer.finish_reason is not None:
-                return
-            self.answer.add(more)
-            finished = self.answer.finish_reason is not None
-            if finished:
-                self._changed.notify_all()
-        self._on_change(finished)
+            self.answer.finish_reason = reason
+            self.answer.error = error
+            if not self.answer.tokens:
+                self.answer.version = version
+            self._changed.notify_all()
+        self._on_change(True)
 
     # -- the reader's side
 

@@ -19,17 +19,15 @@ from weightcast.rollout import commands
 from weightcast.rollout.batch import ContinuousBatch, Limits, TokenSequence, check_tokens
 from weightcast.rollout.commands import Chosen, Decode, Done, Prefill, Scores
 from weightcast.rollout.loop import CommandLoop, LoopWork
-from weightcast.rollout.pauses import SLEEP, UPDATE, Pauses, Unproven
+from weightcast.rollout.pauses import SLEEP, UPDATE, Pauses
 from weightcast.rollout.requests import Generation, GenerationRequest
-
-SchedulerState = Literal["serving", "paused", "asleep", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Counters since the start, and the present state."""
 
-    state: SchedulerState
+    state: Literal["serving", "paused", "asleep", "failed"]
     version: int
     running: int
     waiting: int
@@ -62,7 +60,6 @@ class Scheduler:
         self._batch = ContinuousBatch(limits)
         self._aborted: set[str] = set()
         self._pauses = Pauses()
-        self._unproven: Unproven | None = None
         self.loop = CommandLoop(executor, self)
         self._changed = self.loop.changed
         self.loop.start()
@@ -94,8 +91,6 @@ class Scheduler:
         with self._changed:
             self.loop.check_alive()
             self._batch.add(generation, stop=stop, stops_text=stops_text)
-            if self._unproven is not None:
-                self._unproven.hold(generation)
             self._changed.notify_all()
         return generation
 
@@ -127,8 +122,6 @@ class Scheduler:
                 raise Refused("the engine is asleep", hint="POST /wake first")
             if not during_update and self._pauses.held_by(UPDATE):
                 raise Refused("the engine is paused by an update", hint="ask again when the update is over")
-            if not during_update and self._unproven is not None:
-                raise Refused("the new weights are not proven yet", hint="ask again when the update is over")
 
         return self.loop.ask(commands.Score(rows=[list(token_ids)]), Scores, timeout_s, check=check).rows[0]
 
@@ -190,52 +183,6 @@ class Scheduler:
         with self._changed:
             self.version = version
 
-    # -- weights that are not proven yet
-
-    def resume_unproven(self, version: int, *, holder: str = UPDATE) -> None:
-        """Ends this holder's pause for weights of this version, which are read back next.
-
-        Whatever they generate is kept from its reader until `proven` or `end_unproven`.
-        """
-        with self._changed:
-            self._unproven = Unproven(self.version, self._batch.generations())
-            self.version = version
-            self.resume(holder=holder)
-
-    def proven(self) -> None:
-        """Gives readers what was generated since `resume_unproven`."""
-        with self._changed:
-            unproven, self._unproven = self._unproven, None
-            if unproven is not None:
-                unproven.let_go()
-
-    def end_unproven(self, why: str, timeout_s: float, *, holder: str = UPDATE) -> int:
-        """Pauses the engine and ends, with an error, each request for which unproven weights have generated.
-
-        The others keep their tokens and cache.  Tokens have the version of before again.
-
-        Returns:
-            The number of requests that ended so.
-
-        Raises:
-            DeadlineExceeded, EngineFailure: The engine is not paused.  The requests have ended all the same.
-        """
-        try:
-            self.pause("in_place", timeout_s, holder=holder)
-        finally:
-            with self._changed:
-                ended = self._drop_unproven(why)
-        return ended
-
-    def _drop_unproven(self, why: str) -> int:
-        unproven, self._unproven = self._unproven, None
-        if unproven is None:
-            return 0
-        self.version = unproven.version_before
-        dropped = unproven.drop(why)
-        self._batch.end_these(dropped, version=self.version, error=why)
-        return len(dropped)
-
     # -- state
 
     @property
@@ -254,7 +201,7 @@ class Scheduler:
         """Counters and the present state."""
         with self._changed:
             return Stats(
-                state=self._state(),
+                state="failed" if self.failure else "asleep" if self.asleep else "paused" if self.paused else "serving",
                 version=self.version,
                 running=len(self._batch.running),
                 waiting=len(self._batch.waiting),
@@ -270,13 +217,6 @@ class Scheduler:
         It waits at most `timeout_s` seconds for a step under way, which ends when the executor is closed.
         """
         self.loop.close(timeout_s)
-
-    def _state(self) -> SchedulerState:
-        if self.failure is not None:
-            return "failed"
-        if self.asleep:
-            return "asleep"
-        return "paused" if self.paused else "serving"
 
     # -- the loop's side: steps, with the lock held
 
@@ -306,5 +246,4 @@ class Scheduler:
 
     def end(self, failure: str | None) -> None:
         """Ends every request."""
-        self._drop_unproven(failure or "the engine was shut down before its new weights were proven")
         self._batch.end_all("error" if failure else "abort", version=self.version, error=failure)

@@ -444,7 +444,7 @@ def test_answers_end_at_stop_tokens_and_at_the_end_of_the_context(free, models):
         (list(range(64)), {}, "the context holds 64"),
         ([VOCAB], {}, "token ids go from 0 to 511"),
         ([-1], {}, "token ids go from 0 to 511"),
-        ([1], {"max_tokens": 0}, "at least 1"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_at_once(free, prompt, settings, message):
