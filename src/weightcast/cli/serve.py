@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weightcast.receiver.rank import StagingChoice
     from weightcast.rollout.launch import ExecutorName
 
-_EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "httptools", "transformers", "prometheus_client"})
+_EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "h11", "transformers", "prometheus_client"})
 
 
 def serve(

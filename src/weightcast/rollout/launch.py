@@ -43,7 +43,7 @@ from weightcast.rollout.batch import Limits
 from weightcast.rollout.checkpoint import check_config, config_dtype, parse_dtype, read_config
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.scheduler import Scheduler
-from weightcast.rollout.server import BoundedHttp, ExtraRoutes, build_app
+from weightcast.rollout.server import ExtraRoutes, build_app
 from weightcast.rollout.text import TextTokenizer
 from weightcast.rollout.worker import WorkerSettings, import_for_ranks, make_worker
 from weightcast.runtime.gc_pause import spare_what_lives
@@ -147,13 +147,13 @@ def serve(
         try:
             trust = _trust(config)
             listener = stack.enter_context(_listen(config.host, config.port))
-            model_config, settings = _settings(config)
-            engine = _start(config, model_config, settings, make_executor, stack)
+            model_config, ranks = _settings(config)
+            engine = _start(config, model_config, ranks, make_executor, stack)
             host = f"[{config.host}]" if ":" in config.host else config.host
             url = f"{'http' if trust is None else 'https'}://{host}:{listener.getsockname()[1]}"
             ready = (
                 f"serving {engine.model} on {url} "
-                f"(tp {config.tp}, {settings.device}, {settings.dtype}, context {settings.max_len}, "
+                f"(tp {config.tp}, {ranks.device}, {ranks.dtype}, context {ranks.max_len}, "
                 f"version {config.version})\n"
             )
 
@@ -167,11 +167,7 @@ def serve(
                     on_ready(url)
 
             app = build_app(engine, api_key=config.api_key, extra_routes=extra_routes)
-            server = _Server(
-                _Config(app, trust=trust),
-                ready=announce,
-                stopping=engine.scheduler.close,
-            )
+            server = _Server(http_settings(app, trust), ready=announce, stopping=engine.scheduler.close)
             server.run(sockets=[listener])
             # uvicorn returns without a signal only if it could not start.
             return 0 if server.started else 1
@@ -332,16 +328,13 @@ def _stop_on_signals() -> Generator[None]:
             signal.signal(number, handler)
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's settings, with a TLS context that was checked before the model was loaded."""
-
-    def __init__(self, app: ASGIApp, *, trust: ssl.SSLContext | None) -> None:
-        super().__init__(app, http=BoundedHttp, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S)
-        self._trust = trust
-
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._trust
+def http_settings(app: ASGIApp, trust: ssl.SSLContext | None = None) -> uvicorn.Config:
+    """Settings of the HTTP server; ``trust`` is its TLS context, or None for plain HTTP."""
+    # h11 refuses heads over 64 KiB.  httptools keeps heads of any length, so a client without a key could fill memory.
+    settings = uvicorn.Config(app, http="h11", log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S)
+    settings.load()
+    settings.ssl = trust
+    return settings
 
 
 class _Server(uvicorn.Server):

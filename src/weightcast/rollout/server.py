@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weightcast.receiver.api_keys import Guard, Keys
 from weightcast.receiver.peer_routes import peer_routes
@@ -22,7 +21,6 @@ from weightcast.rollout.responses import answer_errors, error_body, json_respons
 ExtraRoutes = Callable[[FastAPI, RolloutEngine], None]
 MAX_BODY_BYTES = 16 << 20
 _OPEN_ROUTES = frozenset({"/health"})
-MAX_HEAD_BYTES = 64 << 10  # the limit of uvicorn's other parser, h11
 
 
 def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes: ExtraRoutes | None = None) -> FastAPI:
@@ -93,35 +91,3 @@ class BodyLimit:
             return message
 
         await self._app(scope, limited, send)
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """Refuses headers and trailers that are too long.
-
-    httptools keeps headers of any length until they are complete, so without this limit a client without a key could
-    fill the server's memory.  The parser passes bodies on as they arrive, and the routes limit them.
-    """
-
-    _kept_bytes = 0  # since the parser last passed something on
-
-    def data_received(self, data: bytes) -> None:
-        """Parses data; answers 400 and closes the connection if the parser keeps too much."""
-        self._kept_bytes += len(data)
-        super().data_received(data)
-        if self._kept_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("Request header fields too large.")
-
-    def on_headers_complete(self) -> None:
-        """Passes the head on and starts to count anew."""
-        self._kept_bytes = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        """Passes a part of the body on and starts to count anew."""
-        self._kept_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """Ends the request and starts to count anew."""
-        self._kept_bytes = 0
-        super().on_message_complete()
