@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from weightcast.errors import ConfigError
-from weightcast.rollout.all_reduce import GroupReduce, Reduce, no_group
+from weightcast.rollout.all_reduce import Reduce, no_group
 from weightcast.rollout.cache import SlotCache, cache_name
 from weightcast.rollout.checkpoint import check_config, config_dtype, read_config, stored_tensors, weight_files
 from weightcast.wire.layout import TensorSpec, dtype_name
@@ -38,20 +37,62 @@ class _Place:
     """The place of a checkpoint's tensor on this rank.
 
     Attributes:
-        expert: Place in a stacked parameter; None if the parameter takes this tensor alone.
         shape: Unsharded shape of the tensor.
+        dim: Dimension that is divided among the ranks; None if each has the whole tensor.
+        start: First index of this rank's part in that dimension.
+        length: Size of this rank's part in that dimension.
+        expert: Index in a parameter that stacks all experts of a layer; None if the parameter takes this tensor alone.
+        first_row: First row of the expert that the tensor fills.
     """
 
     parameter: str
-    expert: ExpertPart | None = None
     shape: tuple[int, ...]
     dim: int | None
-    start: int
-    length: int
+    start: int = 0
+    length: int = 0
+    expert: int | None = None
+    first_row: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(self.length if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+
+def _places(name: str, shape: tuple[int, ...], *, rank: int, size: int) -> Iterator[tuple[str, _Place]]:
+    """Yields the checkpoint's tensors that fill a parameter, given by its unsharded shape, and their places."""
+    owner, _, leaf = name.rpartition(".")
+
+    def place(shape: tuple[int, ...], dim: int | None, *, expert: int | None = None, first_row: int = 0) -> _Place:
+        dim = dim if size > 1 else None
+        length = 0 if dim is None else shape[dim] // size
+        return _Place(
+            parameter=name,
+            shape=shape,
+            dim=dim,
+            start=rank * length,
+            length=length,
+            expert=expert,
+            first_row=first_row,
+        )
+
+    if not _is_stacked(name):
+        which = owner.rpartition(".")[2]
+        dim = 0 if which in _BY_OUTPUT else 1 if which in _BY_INPUT and leaf == "weight" else None
+        yield name, place(shape, dim)
+        return
+    experts, rows, columns = shape
+    for expert in range(experts):
+        if leaf == "down_proj":
+            yield f"{owner}.{expert}.down_proj.weight", place((rows, columns), 1, expert=expert)
+            continue
+        for number, which in enumerate(("gate_proj", "up_proj")):
+            half = place((rows // 2, columns), 0, expert=expert, first_row=number * (rows // 2 // size))
+            yield f"{owner}.{expert}.{which}.weight", half
+
+
+def _is_stacked(name: str) -> bool:
+    """True for a parameter of all experts of a layer: (experts, 2 x width, hidden) or (experts, hidden, width)."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 class _SummedLinear(nn.Module):
@@ -131,13 +172,11 @@ class ReferenceModel(nn.Module):
         for prefix, module in list[tuple[str, nn.Module]](self.named_modules()):
             for leaf, whole in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{leaf}" if prefix else leaf
-                if is_stacked(name, tuple(whole.shape)):
-                    shape = local_shape(name, tuple(whole.shape), self.tp_size)
-                    self._places.update(self._expert_places(name, tuple(whole.shape)))
-                else:
-                    place = self._place(name, tuple(whole.shape))
-                    shape = place.local_shape
-                    self._places[name] = place
+                places = dict(_places(name, tuple(whole.shape), rank=self.tp_rank, size=self.tp_size))
+                self._places.update(places)
+                shape = next(iter(places.values())).local_shape
+                if _is_stacked(name):
+                    shape = (whole.shape[0], shape[0] * len(places) // whole.shape[0], shape[1])
                 parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
                 module.register_parameter(leaf, parameter)
                 self._parameters_by_name[name] = parameter
@@ -154,37 +193,12 @@ class ReferenceModel(nn.Module):
             raise ConfigError(f"{self.config.model_type}: the buffers {', '.join(lost[:5])} have no values")
         self.eval()
 
-    def _place(self, name: str, shape: tuple[int, ...]) -> _Place:
-        owner, leaf = name.split(".")[-2:]
-        dim = None
-        if owner in _BY_OUTPUT:
-            dim = 0
-        elif owner in _BY_INPUT and leaf == "weight":
-            dim = 1
-        if dim is None or self.tp_size == 1:
-            return _Place(parameter=name, shape=shape, dim=None, start=0, length=0)
-        length = shape[dim] // self.tp_size
-        return _Place(parameter=name, shape=shape, dim=dim, start=self.tp_rank * length, length=length)
-
-    def _expert_places(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Place]]:
-        for part in parts(name, shape, self.tp_size):
-            length = part.shape[part.dim] // self.tp_size
-            yield (
-                part.name,
-                _Place(
-                    parameter=name,
-                    expert=part,
-                    shape=part.shape,
-                    dim=part.dim,
-                    start=self.tp_rank * length,
-                    length=length,
-                ),
-            )
-
     def _region(self, place: _Place) -> torch.Tensor:
         """The part of this rank's parameters that takes a tensor."""
-        parameter, part = self._parameters_by_name[place.parameter], place.expert
-        return parameter if part is None else parameter[part.expert, part.first_row : part.first_row + part.num_rows]
+        parameter = self._parameters_by_name[place.parameter]
+        if place.expert is None:
+            return parameter
+        return parameter[place.expert, place.first_row : place.first_row + place.local_shape[0]]
 
     def _sum_outputs(self) -> None:
         for module in list(self.modules()):
@@ -294,7 +308,7 @@ def build_model(
     *,
     tp_rank: int = 0,
     tp_size: int = 1,
-    group: Reduce | dist.ProcessGroup | None = None,
+    group: Reduce | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_len: int | None = None,
@@ -303,8 +317,8 @@ def build_model(
 
     Args:
         tp_size: Number of ranks; must divide heads, key-value heads and the MLP's width.
-        group: A function that sums a tensor over the ranks in place, or a process group.  None for one rank, or for a
-            part of a model that is never run.
+        group: A function that sums a tensor over the ranks in place.  None for one rank, or for a part of a model that
+            is never run.
         dtype: Dtype of all weights; None for the checkpoint's own.
         max_len: The longest context to serve, in tokens; None for the model's own limit.
 
@@ -314,8 +328,7 @@ def build_model(
     folder = Path(model_dir)
     config = read_config(folder)
     check_config(config, tp_size=tp_size, max_len=max_len)
-    reduce = GroupReduce(group) if isinstance(group, dist.ProcessGroup) else group or no_group
-    model = ReferenceModel(config, tp_rank=tp_rank, tp_size=tp_size, reduce=reduce)
+    model = ReferenceModel(config, tp_rank=tp_rank, tp_size=tp_size, reduce=group or no_group)
     model.materialise(dtype=dtype or config_dtype(config), device=torch.device(device))
     load_checkpoint(model, folder)
     return model
@@ -337,62 +350,3 @@ def load_checkpoint(model: ReferenceModel, folder: Path) -> None:
     missing = sorted(expected - loaded)
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} of {len(expected)} tensors: {', '.join(missing[:5])}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertPart:
-    """The place of one expert's weight from a checkpoint in a stacked parameter.
-
-    Attributes:
-        shape: Unsharded shape of the weight.
-        dim: Dimension of the weight that is cut.
-        first_row: First row of the expert that the weight fills.
-        num_rows: Number of rows that it fills.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    dim: int
-    expert: int
-    first_row: int
-    num_rows: int
-
-
-def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """True for a parameter that holds all experts of a layer."""
-    return len(shape) == 3 and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-
-
-def local_shape(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, int, int]:
-    """Shape of a rank's part of a stacked parameter, (experts, 2 x width, hidden) or (experts, hidden, width)."""
-    experts, rows, columns = shape
-    if name.endswith("gate_up_proj"):
-        return experts, rows // tp_size, columns
-    return experts, rows, columns // tp_size
-
-
-def parts(name: str, shape: tuple[int, ...], tp_size: int) -> Iterator[ExpertPart]:
-    """Yields the weights that fill a stacked parameter, given by its shape without tensor parallelism."""
-    prefix, leaf = name.rsplit(".", 1)
-    experts, rows, columns = shape
-    for expert in range(experts):
-        if leaf == "down_proj":
-            yield ExpertPart(
-                name=f"{prefix}.{expert}.down_proj.weight",
-                shape=(rows, columns),
-                dim=1,
-                expert=expert,
-                first_row=0,
-                num_rows=rows,
-            )
-            continue
-        width = rows // 2
-        for number, which in enumerate(("gate_proj", "up_proj")):
-            yield ExpertPart(
-                name=f"{prefix}.{expert}.{which}.weight",
-                shape=(width, columns),
-                dim=0,
-                expert=expert,
-                first_row=number * (width // tp_size),
-                num_rows=width // tp_size,
-            )

@@ -110,23 +110,19 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics with their present values."""
-        stats = self._stats()
-        gauges = {
-            "requests_running": ("Requests that generate", stats.running),
-            "requests_waiting": ("Requests that wait for a slot", stats.waiting),
-            "paused": ("1 while the engine is paused or asleep", int(stats.state in ("paused", "asleep"))),
-            "healthy": ("0 once the engine has failed", int(stats.state != "failed")),
-        }
-        counters = {
-            "steps": ("Prefill and decode steps", stats.steps),
-            "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
-            "generated_tokens": ("Tokens generated", stats.generated_tokens),
-        }
-        for kind, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in found.items():
-                metric = kind(f"weightcast_{name}", text, labels=["model_name"])
-                metric.add_metric([self._model], value)
-                yield metric
+        stats, gauge, counter = self._stats(), GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "requests_running", "Requests that generate", stats.running),
+            (gauge, "requests_waiting", "Requests that wait for a slot", stats.waiting),
+            (gauge, "paused", "1 while the engine is paused or asleep", stats.state in ("paused", "asleep")),
+            (gauge, "healthy", "0 once the engine has failed", stats.state != "failed"),
+            (counter, "steps", "Prefill and decode steps", stats.steps),
+            (counter, "prompt_tokens", "Prompt tokens computed", stats.prompt_tokens),
+            (counter, "generated_tokens", "Tokens generated", stats.generated_tokens),
+        ):
+            metric = kind(f"weightcast_{name}", text, labels=["model_name"])
+            metric.add_metric([self._model], value)
+            yield metric
         finished = CounterMetricFamily(
             "weightcast_requests", "Requests that ended", labels=["model_name", "finish_reason"]
         )

@@ -8,8 +8,6 @@ import torch
 
 from weightcast.rollout.commands import Chosen, Sampling
 
-_NUCLEUS = 1024  # candidates that are tried before the whole vocabulary is sorted for top_p
-_BLOCK = 256
 # Temperatures below this take the likeliest token, because logits divided by less overflow float32.  vLLM has the same
 # limit.
 _COLDEST = 1e-5
@@ -21,7 +19,7 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
     size = logits.shape[1]
     logprobs = logits.log_softmax(dim=-1)
     # A nan or inf makes the whole row of log-probabilities nan; minus infinity does not, and is never chosen.
-    finite = logprobs[:, :_BLOCK].sum(dim=-1).isnan().logical_not().tolist()
+    finite = logprobs[:, :256].sum(dim=-1).isnan().logical_not().tolist()
     greedy: list[int] = []
     plain: list[int] = []
     filtered: list[int] = []
@@ -38,7 +36,7 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
     if plain:
         tokens[plain] = _draw(_probabilities(logits, sampling, plain), _column(sampling.uniform, plain, logits))
     if filtered:
-        _pick_filtered(logits, sampling, filtered, tokens, width=_NUCLEUS)
+        tokens[filtered] = _draw_filtered(logits, sampling, filtered)
 
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     return Chosen(
@@ -64,60 +62,27 @@ def _probabilities(logits: torch.Tensor, sampling: Sampling, rows: list[int]) ->
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index where the cumulative weight first exceeds `uniform` of the total; never one of weight 0.
-
-    It searches for the block and then inside it, because a running sum over the whole vocabulary is slow and loses
-    small weights in float32.
-    """
-    rows, size = weights.shape
-    if size % _BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, _BLOCK - size % _BLOCK))
-    blocks = weights.view(rows, -1, _BLOCK)
-    by_block = blocks.sum(dim=-1).double()
-    block, threshold = _search(by_block, uniform.double() * by_block.sum(dim=-1, keepdim=True))
-    inside = blocks[torch.arange(rows, device=weights.device), block].double()
-    place, _ = _search(inside, threshold)
-    return block * _BLOCK + place
-
-
-def _search(weights: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index whose running sum exceeds the threshold, and the threshold minus the sum before that index."""
-    sums = weights.cumsum(dim=-1)
+    """Index where the running sum of weights first exceeds `uniform` of the total; never one of weight 0."""
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)  # float32 would lose small weights
     # Rounding may put the threshold on the total; just below the total is the last index with a weight.
     total = sums[:, -1:]
-    index = torch.searchsorted(
-        sums, torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))), right=True
-    )
-    before = sums.gather(1, index) - weights.gather(1, index)
-    return index[:, 0], (threshold - before).clamp_min(0)
+    most = torch.nextafter(total, torch.zeros_like(total))
+    return torch.searchsorted(sums, torch.minimum(uniform.double() * total, most), right=True)[:, 0]
 
 
-def _pick_filtered(
-    logits: torch.Tensor, sampling: Sampling, rows: list[int], tokens: torch.Tensor, *, width: int
-) -> None:
-    """Sets the tokens of filtered rows from the `width` likeliest, or from all if those are too few."""
+def _draw_filtered(logits: torch.Tensor, sampling: Sampling, rows: list[int]) -> torch.Tensor:
+    """Draws after min_p, then top_k, then top_p, which is a share of the mass that the others leave."""
     size = logits.shape[1]
-    width = min(width, size)
     top_k = [sampling.top_k[row] if 0 < sampling.top_k[row] < size else size for row in rows]
-    top_p = _column(sampling.top_p, rows, logits)
-    limit = torch.tensor(top_k, device=logits.device)[:, None]
-    values, order = _probabilities(logits, sampling, rows).topk(min(width, max(top_k)), dim=-1)
+    values, order = _probabilities(logits, sampling, rows).topk(max(top_k), dim=-1)
     rank = torch.arange(values.shape[1], device=logits.device)
+    limit = torch.tensor(top_k, device=logits.device)[:, None]
     least = values[:, :1] * _column(sampling.min_p, rows, logits)
-    cut = (values[:, -1:] < least) & (least > 0)  # min_p keeps none beyond `values`
     values = values.masked_fill((rank >= limit) | (values < least), 0.0)
-    found = values.sum(dim=-1, keepdim=True)
-    # top_p is a share of the mass that min_p and top_k keep; without them, of the whole distribution.
-    share = values / torch.where((limit < size) | (least > 0), found, torch.ones_like(found))
-    values = values.masked_fill((share.cumsum(dim=-1) - share >= top_p) & (rank > 0), 0.0)
-    # If top_k or min_p reaches further than `values`, the whole mass is not known.
-    whole = (limit >= size) & (least == 0) & (found >= top_p)
-    enough = ((limit <= values.shape[1]) | cut | whole)[:, 0].tolist()
-    drawn = order.gather(1, _draw(values, _column(sampling.uniform, rows, logits))[:, None])[:, 0]
-    tokens[rows] = drawn
-    rest = [row for row, ok in zip(rows, enough, strict=True) if not ok]
-    if rest and width < size:
-        _pick_filtered(logits, sampling, rest, tokens, width=size)
+    before = values.cumsum(dim=-1) - values
+    share = _column(sampling.top_p, rows, logits) * values.sum(dim=-1, keepdim=True)
+    values = values.masked_fill((before >= share) & (rank > 0), 0.0)
+    return order.gather(1, _draw(values, _column(sampling.uniform, rows, logits))[:, None])[:, 0]
 
 
 def _alternatives(logprobs: torch.Tensor, sampling: Sampling, finite: list[bool]) -> list[list[tuple[int, float]]]:

@@ -6,7 +6,6 @@ import mmap
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -128,7 +127,6 @@ def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, 
         worker.close()
     columns = zip(*(future.result(0) for future in chosen), strict=True)
     assert [list(column) for column in columns] == [greedy(model, prompt, 12) for prompt in prompts()]
-    assert not [file for file in Path("/proc/self/fd").iterdir() if "weightcast-tp" in str(file.resolve())]
 
 
 @pytest.mark.parametrize("places", [("device", "none"), ("host", "device"), ("none", "host")])
