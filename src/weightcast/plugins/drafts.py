@@ -28,10 +28,13 @@ def draft_setting() -> bool:
 
 
 def keeps_draft(engine: str) -> str:
-    """The hazard of an engine whose draft model no update writes."""
+    """The hazard of an engine whose draft model no update writes; vLLM has a setting in its own configuration."""
+    setting = f"WEIGHTCAST_DRAFT=update in {engine}'s environment"
+    if engine == "vLLM":
+        setting = '--additional-config \'{"weightcast": {"draft": "update"}}\''
     return (
         "the draft model keeps the weights that it was started with: answers stay right, and fewer of its tokens are "
-        f"accepted; WEIGHTCAST_DRAFT=update in {engine}'s environment updates it too"
+        f"accepted; {setting} updates it too"
     )
 
 
@@ -86,6 +89,10 @@ class DraftModel(ABC):
             raise EngineFailure(
                 f"{self._engine} translates the draft's words by another table than {DRAFT_PREFIX}{TABLE}"
             )
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Computes from the table what the engine computes from it, in place.  This is a finisher."""
 
     @abstractmethod
     def _load_own(self, weights: Weights) -> None:

@@ -9,12 +9,34 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightcast.errors import ConfigError, WeightcastError, error_words
 
-# A setting that is refused: whether the engine's options have it, its name, and what to do.
-RefusedSetting = tuple[Callable[[Any], bool], str, str]
+
+class RefusedSetting(NamedTuple):
+    """A setting under which our receiver was not shown to be right.
+
+    Attributes:
+        name: Name in the engine's options.  Options that a version does not know are off.
+        what: The setting in words, with its option in brackets if that is not called as ``name`` is.
+        hint: Advice; empty to start the engine without it.
+        off: Value that is taken beside those that count as false.
+    """
+
+    name: str
+    what: str
+    hint: str = ""
+    off: object = None
+
+    def is_on(self, options: Any) -> bool:
+        """True if the engine's options have this setting."""
+        value = getattr(options, self.name, None)
+        return bool(value) and value != self.off
+
+    def words(self) -> str:
+        """The setting with its option."""
+        return self.what if "(" in self.what else f"{self.what} (--{self.name.replace('_', '-')})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,27 +104,23 @@ class EngineNeeds:
         )
 
     def check_settings(
-        self, options: Any, refused: Sequence[RefusedSetting], *, more: Sequence[tuple[str, str]] = ()
+        self, options: Sequence[Any], refused: Sequence[RefusedSetting], *, more: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Refuses settings under which our receiver was not shown to be right.
+        """Refuses settings that are on in some of the options.
 
         Args:
-            more: Name and remedy of settings that were found elsewhere.
+            more: Name and remedy of settings that were found elsewhere; without a remedy: to start without it.
 
         Raises:
             ConfigError: There is such a setting; all are named.
         """
-        found = [(what, hint) for is_set, what, hint in refused if is_set(options)] + list(more)
+        found = [(one.words(), one.hint) for one in refused if any(map(one.is_on, options))] + list(more)
         if found:
+            hints = dict.fromkeys(hint or f"start {self.name} without it" for _, hint in found)
             raise ConfigError(
                 f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",
-                hint="; ".join(dict.fromkeys(hint for _, hint in found)) + f"; or {self.without}",
+                hint=f"{'; '.join(hints)}; or {self.without}",
             )
-
-
-def is_on(name: str, *off: object) -> Callable[[Any], bool]:
-    """True if an option has a value other than these; options that a version does not know are off."""
-    return lambda options: bool(getattr(options, name, None)) and getattr(options, name) not in off
 
 
 @contextmanager

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, some
+from weightcast.plugins.drafts import DraftModel, Weights, apart
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.layout_check import changed_since_load
+from weightcast.receiver.loader import residents_of
 from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.recorder import LoadWeights
-from weightcast.wire.layout import TensorSpec
+from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -27,6 +29,8 @@ def staged_receiver(
     *,
     load_weights: LoadWeights,
     checkpoint: ReadCheckpoint,
+    draft: DraftModel | None = None,
+    draft_checkpoint: ReadCheckpoint | None = None,
     rank: int,
     world_size: int,
     device: torch.device,
@@ -39,15 +43,32 @@ def staged_receiver(
 
     Args:
         checkpoint: Reads the checkpoint: name and whole tensor, in the dtypes of its files.
+        draft: Draft model that an update writes too; None without one, and on ranks that have none.
+        draft_checkpoint: Reads the draft's checkpoint likewise; None if no update writes a draft.
         without: Advice on how to start the engine without our receiver.
 
     Raises:
         ConfigError: This model's new weights cannot wait, or the engine changed its weights after loading.
     """
+
+    def load_both(weights: Weights) -> None:
+        of_model, of_draft = apart(weights)
+        load_weights(of_model)
+        if draft is not None:
+            draft.load_weights(of_draft)
+
+    def read_both() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from checkpoint()
+        if draft_checkpoint is not None:
+            yield from ((f"{DRAFT_PREFIX}{name}", tensor) for name, tensor in draft_checkpoint())
+
+    if draft is not None:
+        residents = residents_of(model) | draft.residents
+        more |= {"residents": residents, "finishers": (draft.renew,), "checks": (draft.check,)}
     receiver = WeightReceiver(
         model,
-        load_weights=load_weights,
-        expected=[TensorSpec.of(name, tensor) for name, tensor in checkpoint()],
+        load_weights=load_weights if draft_checkpoint is None else load_both,
+        expected=[TensorSpec.of(name, tensor) for name, tensor in read_both()],
         tp_rank=rank,
         tp_size=world_size,
         device=device,
@@ -60,7 +81,7 @@ def staged_receiver(
     if not loader.staging.staged:
         why = loader.unstaged_because(keep_storage=True) or "there is no memory for a second set of weights"
         raise ConfigError(f"new weights of this model cannot wait beside those that serve: {why}", hint=without)
-    changed = changed_since_load(loader, checkpoint())
+    changed = changed_since_load(loader, read_both())
     if changed:
         raise ConfigError(
             f"{engine} has changed {some(changed)} after loading, so that an update through the loader's own copies "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.drafts import DraftModel, Weights, apart
+from weightcast.plugins.drafts import DraftModel, Weights
 from weightcast.plugins.hook_points import LMDEPLOY, OWN_UPDATES
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
 from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
@@ -63,29 +63,16 @@ class LmdeployRank(SwitchRank):
         of_draft: Callable[[], Weights] | None = None
         if drafts is not None and updates_draft:
             of_draft = functools.partial(_checkpoint, drafts.specdecode_config.model)
-            if drafts.proposer is not None:
+            if drafts.proposer is not None:  # with several ranks only the first one has the draft
                 _check_model(drafts.proposer.model)
                 draft = LmdeployDraft(drafts.proposer, model, load=_load, checkpoint=of_draft)
-
-        def load_weights(weights: Weights) -> None:
-            first, second = apart(weights) if of_draft is not None else (weights, ())
-            _load(model, first)
-            if draft is not None:
-                draft.load_weights(second)
-
-        def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from _checkpoint(path)
-            if of_draft is not None:  # with several ranks only the first one has the draft
-                yield from ((f"{DRAFT_PREFIX}{name}", tensor) for name, tensor in of_draft())
-
         self._weights = SleepingWeights(model if draft is None else nn.ModuleList([model, draft.module]))
         self.receiver = staged_receiver(
             model,
-            load_weights=load_weights,
-            checkpoint=checkpoint,
-            residents=None if draft is None else residents_of(model) | draft.residents,
-            finishers=() if draft is None else (draft.renew,),
-            checks=() if draft is None else (draft.check,),
+            load_weights=functools.partial(_load, model),
+            checkpoint=functools.partial(_checkpoint, path),
+            draft=draft,
+            draft_checkpoint=of_draft,
             rank=self.rank,
             world_size=int(here.dist_config.world_size),
             device=self.device,
@@ -318,7 +305,7 @@ class LmdeployDraft(DraftModel):
         self.check()
 
     def renew(self) -> None:
-        """Computes from the table what LMDeploy computes from it.  This is a finisher."""
+        """Implements ``DraftModel.renew``."""
         if self._made is not None:
             self._made.copy_(self._computed())
             self._proposer._init_bitmask_translate_constants()

@@ -12,14 +12,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.drafts import TABLE, DraftModel, Weights, apart
+from weightcast.plugins.drafts import TABLE, DraftModel, Weights
 from weightcast.plugins.engine_needs import dotted, reason_logged
 from weightcast.plugins.hook_points import ENGINE, HTTP, RECEIVER, RUNNER, SCHEDULER, SGLANG, UPDATER
 from weightcast.plugins.pause_state import WEIGHTS
@@ -141,18 +141,18 @@ class SglangRank(SwitchRank):
             )
         return ""
 
-    def memory_released(self, tags: frozenset[str]) -> None:
+    def memory_released(self, request: Any) -> None:
         """Frees the staging set if the weights sleep.
 
         Raises:
             Refused: An update is under way, although the API server took it for over; SGLang ends itself.
         """
-        if WEIGHTS in tags:
+        if WEIGHTS in tags_of(request):
             self.weights_fall_asleep(discard=self._loses_weights, hint=WAKE_FIRST)
 
-    def memory_resumed(self, tags: frozenset[str]) -> None:
+    def memory_resumed(self, request: Any) -> None:
         """Allocates the staging set again once the weights are back."""
-        if WEIGHTS in tags:
+        if WEIGHTS in tags_of(request):
             self.stage_again()
 
     def told_to_switch(self) -> None:
@@ -180,27 +180,12 @@ class SglangRank(SwitchRank):
                 f"load format {runner.load_config.load_format} has no checkpoint to read the names of weights from",
                 hint="start SGLang from a checkpoint in safetensors files",
             )
-
-        draft = self._draft
-
-        def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from read(runner.model_config, runner.model)
-            if draft is not None:
-                yield from draft.checkpoint()
-
-        def load_both(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            assert draft is not None
-            of_model, of_draft = apart(weights)
-            runner.model.load_weights(of_model)
-            draft.load_weights(of_draft)
-
         return staged_receiver(
             runner.model,
-            load_weights=load_both if draft is not None else runner.model.load_weights,
-            checkpoint=checkpoint,
-            residents=residents_of(runner.model) | draft.residents if draft is not None else None,
-            finishers=(draft.renew,) if draft is not None else (),
-            checks=(draft.check,) if draft is not None else (),
+            load_weights=runner.model.load_weights,
+            checkpoint=lambda: read(runner.model_config, runner.model),
+            draft=self._draft,
+            draft_checkpoint=self._draft.checkpoint if self._draft is not None else None,
             rank=self.rank,
             world_size=world,
             device=self.device,
@@ -241,34 +226,17 @@ def model_loaded(result: Any, runner: Any, *arguments: Any, **named: Any) -> Non
         _waiting = None
 
 
-def scheduler_made(result: Any, scheduler: Any, *arguments: Any, **named: Any) -> None:
-    """After ``Scheduler.__init__``."""
-    if _rank is not None:
-        _rank.attach(scheduler)
+def _told(method: str, which: int) -> Callable[..., None]:
+    """A hook that calls a method of this process's rank, if there is one, with one of the hook's arguments.
 
+    After a function of SGLang's, the first argument is the function's result.
+    """
 
-def requests_pulled(result: Any, *arguments: Any, **named: Any) -> None:
-    """After ``SchedulerRequestReceiver._pull_raw_reqs``."""
-    if _rank is not None:
-        _rank.requests_pulled(result)
+    def hook(*arguments: Any, **named: Any) -> None:
+        if _rank is not None:
+            getattr(_rank, method)(arguments[which])
 
-
-def request_made(result: Any, scheduler: Any, request: Any, *arguments: Any, **named: Any) -> None:
-    """After ``Scheduler._maybe_namespace_elastic_radix_cache``, which SGLang calls for every new request."""
-    if _rank is not None:
-        _rank.request_made(request)
-
-
-def memory_released(manager: Any, request: Any, *arguments: Any, **named: Any) -> None:
-    """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``."""
-    if _rank is not None:
-        _rank.memory_released(tags_of(request))
-
-
-def memory_resumed(result: Any, manager: Any, request: Any, *arguments: Any, **named: Any) -> None:
-    """After ``SchedulerWeightUpdaterManager.resume_memory_occupation``."""
-    if _rank is not None:
-        _rank.memory_resumed(tags_of(request))
+    return hook
 
 
 class SglangDraft(DraftModel):
@@ -288,14 +256,17 @@ class SglangDraft(DraftModel):
         self._worker: Any = None
         self._skipped: frozenset[str] = frozenset()
         self._lent = _lent(self._model, eagle3=_is_eagle3(runner)) & self._everything.keys()
-        places = self._destinations(self._checkpoint())
+        places = self._destinations(self.checkpoint())
         self._skipped = frozenset(name for name, found in places.items() if found & self._lent)
         self._own = {name: tensor for name, tensor in self._everything.items() if name not in self._lent}
         self.residents = {f"{DRAFT_PREFIX}{name}": tensor for name, tensor in (self._own | self._tables()).items()}
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Reads the draft's checkpoint: name with the prefix, and whole tensor in the dtype of its file."""
-        return ((f"{DRAFT_PREFIX}{name}", tensor) for name, tensor in self._checkpoint())
+        """Reads the draft's checkpoint: name and whole tensor in the dtype of its file."""
+        read = getattr(self._runner.loader, "_get_all_weights", None)
+        if read is None:
+            raise self._refused("the draft was started without a checkpoint")
+        return read(self._runner.model_config, self._model)
 
     def attach(self, scheduler: Any) -> None:
         """Checks, now that SGLang is ready, that the draft computes with what an update writes.
@@ -319,7 +290,7 @@ class SglangDraft(DraftModel):
         self.check()
 
     def renew(self) -> None:
-        """Computes from the table what SGLang computes from it, in place.  This is a finisher."""
+        """Implements ``DraftModel.renew``."""
         for kept in self._words():
             kept.copy_(self._computed())
 
@@ -328,12 +299,6 @@ class SglangDraft(DraftModel):
         if self._table is None or self._worker is None:
             return []
         return [self._worker.hot_token_id, self._model.hot_token_id]  # pyright: ignore[reportReturnType]
-
-    def _checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        read = getattr(self._runner.loader, "_get_all_weights", None)
-        if read is None:
-            raise self._refused("the draft was started without a checkpoint")
-        return read(self._runner.model_config, self._model)
 
     def _load_own(self, weights: Weights) -> None:
         own = ((name, tensor) for name, tensor in self._without_table(weights) if name not in self._skipped)
@@ -360,11 +325,12 @@ def add_hooks(*, main: bool) -> None:
 
     hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (f"{RUNNER}.load_model", model_loaded, HookType.AFTER),
-        (f"{SCHEDULER}.__init__", scheduler_made, HookType.AFTER),
-        (f"{SCHEDULER}._maybe_namespace_elastic_radix_cache", request_made, HookType.AFTER),
-        (f"{RECEIVER}._pull_raw_reqs", requests_pulled, HookType.AFTER),
-        (f"{UPDATER}.release_memory_occupation", memory_released, HookType.BEFORE),
-        (f"{UPDATER}.resume_memory_occupation", memory_resumed, HookType.AFTER),
+        (f"{SCHEDULER}.__init__", _told("attach", 1), HookType.AFTER),
+        # SGLang calls this for every new request.
+        (f"{SCHEDULER}._maybe_namespace_elastic_radix_cache", _told("request_made", 2), HookType.AFTER),
+        (f"{RECEIVER}._pull_raw_reqs", _told("requests_pulled", 0), HookType.AFTER),
+        (f"{UPDATER}.release_memory_occupation", _told("memory_released", 1), HookType.BEFORE),
+        (f"{UPDATER}.resume_memory_occupation", _told("memory_resumed", 2), HookType.AFTER),
     ]
     if main:
         # Only here: to resolve the target imports the API server, which costs a scheduler process seconds.

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import draft_setting
-from weightcast.plugins.engine_needs import RefusedSetting, is_on
+from weightcast.plugins.engine_needs import RefusedSetting
 from weightcast.plugins.hook_points import SGLANG
 from weightcast.plugins.pause_state import WEIGHTS
 
@@ -20,79 +19,54 @@ WAKE_FIRST = (
     "POST /resume_memory_occupation with tags [weights], then update; tags [kv_cache, cuda_graph] can come last"
 )
 
-_REFUSED: tuple[RefusedSetting, ...] = (
-    (is_on("enable_dp_attention"), "data-parallel attention (--enable-dp-attention)", "start SGLang without it"),
-    (is_on("ep_size", 1), "expert parallelism (--ep-size)", "start SGLang without it, with --tp-size alone"),
-    (is_on("nnodes", 1), "ranks on several hosts (--nnodes)", "keep the ranks of a server on one host"),
-    (is_on("tokenizer_worker_num", 1), "several tokenizer workers (--tokenizer-worker-num)", "use one"),
-    (is_on("use_ray"), "SGLang's Ray executor (--use-ray)", "start SGLang without it"),
-    (is_on("grpc_mode"), "SGLang's gRPC server (--grpc-mode)", "use its HTTP server"),
-    (is_on("smg_grpc_mode"), "SGLang's gRPC server (--smg-grpc-mode)", "use its HTTP server"),
+_REFUSED = (
+    RefusedSetting("enable_dp_attention", "data-parallel attention"),
+    RefusedSetting("ep_size", "expert parallelism", "start SGLang without it, with --tp-size alone", off=1),
+    RefusedSetting("nnodes", "ranks on several hosts", "keep the ranks of a server on one host", off=1),
+    RefusedSetting("tokenizer_worker_num", "several tokenizer workers", "use one", off=1),
+    RefusedSetting("use_ray", "SGLang's Ray executor"),
+    RefusedSetting("grpc_mode", "SGLang's gRPC server", "use its HTTP server"),
+    RefusedSetting("smg_grpc_mode", "SGLang's gRPC server", "use its HTTP server"),
     # It changes weights without SGLang's HTTP routes, which our plug-in closes.
-    (is_on("grpc_port"), "a gRPC server beside HTTP (--grpc-port)", "use the HTTP server alone"),
-    (is_on("enable_pdmux"), "prefill and decode side by side (--enable-pdmux)", "start SGLang without it"),
-    (
-        is_on("disaggregation_mode", "null"),
-        "prefill and decode on servers of their own (--disaggregation-mode)",
-        "start SGLang without it",
-    ),
-    (is_on("quantization"), "quantised weights (--quantization)", "serve the model unquantised"),
-    (is_on("torchao_config"), "quantised weights (--torchao-config)", "serve the model unquantised"),
-    (is_on("modelopt_quant"), "quantised weights (--modelopt-quant)", "serve the model unquantised"),
-    (is_on("quantize_and_serve"), "quantised weights (--quantize-and-serve)", "serve the model unquantised"),
-    (
-        lambda args: bool(getattr(args, "speculative_algorithm", None)) and not has_draft(args),
-        "a draft model (--speculative-algorithm) other than EAGLE or EAGLE3 with a checkpoint of its own",
-        "start SGLang without it",
-    ),
-    (is_on("speculative_token_map"), "a table of a draft's words (--speculative-token-map)", "start SGLang without it"),
-    (is_on("enable_lora"), "LoRA adapters (--enable-lora)", "merge the adapter in the trainer"),
+    RefusedSetting("grpc_port", "a gRPC server beside HTTP", "use the HTTP server alone"),
+    RefusedSetting("enable_pdmux", "prefill and decode side by side"),
+    RefusedSetting("disaggregation_mode", "prefill and decode on servers of their own", off="null"),
+    RefusedSetting("quantization", "quantised weights", "serve the model unquantised"),
+    RefusedSetting("torchao_config", "quantised weights", "serve the model unquantised"),
+    RefusedSetting("modelopt_quant", "quantised weights", "serve the model unquantised"),
+    RefusedSetting("quantize_and_serve", "quantised weights", "serve the model unquantised"),
+    RefusedSetting("speculative_token_map", "a table of a draft's words"),
+    RefusedSetting("enable_lora", "LoRA adapters", "merge the adapter in the trainer"),
     # SGLang turns LoRA on for them, in some versions after this is looked at.
-    (is_on("lora_paths"), "LoRA adapters (--lora-paths)", "merge the adapter in the trainer"),
-    (is_on("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start SGLang without it"),
-    (is_on("ep_num_redundant_experts"), "redundant experts (--ep-num-redundant-experts)", "start SGLang without them"),
-    (is_on("elastic_ep_backend"), "elastic expert parallelism (--elastic-ep-backend)", "start SGLang without it"),
-    (is_on("enable_elastic_expert_backup"), "a backup of experts (--enable-elastic-expert-backup)", "start without it"),
-    (is_on("enable_paged_experts"), "experts that are paged in (--enable-paged-experts)", "start SGLang without it"),
-    (is_on("kt_weight_path"), "experts of KTransformers (--kt-weight-path)", "start SGLang without it"),
-    (is_on("enable_nvidia_megakernel"), "NVIDIA's megakernel (--enable-nvidia-megakernel)", "start SGLang without it"),
-    (is_on("enable_hierarchical_cache"), "a KV cache on the host (--enable-hierarchical-cache)", "start without it"),
-    (is_on("enable_lmcache"), "an external KV cache (--enable-lmcache)", "start SGLang without it"),
-    (is_on("enable_flexkv"), "an external KV cache (--enable-flexkv)", "start SGLang without it"),
-    (
-        is_on("enable_unified_cache_external_linker"),
-        "an external KV cache (--enable-unified-cache-external-linker)",
-        "start SGLang without it",
-    ),
-    (is_on("radix_cache_backend"), "a prefix cache of another make (--radix-cache-backend)", "start SGLang without it"),
-    (is_on("enable_hisparse"), "a sparse KV cache on the host (--enable-hisparse)", "start SGLang without it"),
+    RefusedSetting("lora_paths", "LoRA adapters", "merge the adapter in the trainer"),
+    RefusedSetting("enable_eplb", "experts that move between ranks"),
+    RefusedSetting("ep_num_redundant_experts", "redundant experts"),
+    RefusedSetting("elastic_ep_backend", "elastic expert parallelism"),
+    RefusedSetting("enable_elastic_expert_backup", "a backup of experts"),
+    RefusedSetting("enable_paged_experts", "experts that are paged in"),
+    RefusedSetting("kt_weight_path", "experts of KTransformers"),
+    RefusedSetting("enable_nvidia_megakernel", "NVIDIA's megakernel"),
+    RefusedSetting("enable_hierarchical_cache", "a KV cache on the host"),
+    RefusedSetting("enable_lmcache", "an external KV cache"),
+    RefusedSetting("enable_flexkv", "an external KV cache"),
+    RefusedSetting("enable_unified_cache_external_linker", "an external KV cache"),
+    RefusedSetting("radix_cache_backend", "a prefix cache of another make"),
+    RefusedSetting("enable_hisparse", "a sparse KV cache on the host"),
     # Such a session's next request goes on with the KV cache that its last one left, whatever its extra key.
-    (
-        is_on("enable_streaming_session"),
-        "sessions that keep their KV cache (--enable-streaming-session)",
-        "leave it out",
-    ),
+    RefusedSetting("enable_streaming_session", "sessions that keep their KV cache"),
     # Only SGLang's own update routes, which our plug-in closes, would end the wait.
-    (
-        is_on("checkpoint_engine_wait_weights_before_ready"),
-        "a start that waits for checkpoint-engine (--checkpoint-engine-wait-weights-before-ready)",
-        "start SGLang without it",
-    ),
-    (
-        is_on("startup_weight_load_mode", "serial"),
-        "weights that load while graphs are captured (--startup-weight-load-mode)",
-        "start SGLang without it",
-    ),
-    (is_on("attn_cp_size", 1), "context parallelism (--attn-cp-size)", "start SGLang without it"),
-    (is_on("dcp_size", 1), "context parallelism (--dcp-size)", "start SGLang without it"),
-    (is_on("moe_dp_size", 1), "data parallelism of experts (--moe-dp-size)", "start SGLang without it"),
-    (is_on("dwdp_size", 1), "experts whose weights are fetched (--dwdp-size)", "start SGLang without it"),
-    (is_on("enable_http2"), "an HTTP/2 server (--enable-http2)", "start SGLang without it"),
-    (is_on("weight_cache_mode", "off"), "a weight cache that processes share (--weight-cache-mode)", "turn it off"),
-    (is_on("cpu_offload_gb", 0), "weights on the host (--cpu-offload-gb)", "start SGLang without it"),
-    (is_on("offload_group_size", -1), "weights on the host (--offload-group-size)", "start SGLang without it"),
-    (is_on("ple_offload_embedding"), "embeddings on the host (--ple-offload-embedding)", "start SGLang without it"),
-    (is_on("dllm_algorithm"), "diffusion language models (--dllm-algorithm)", "serve another model"),
+    RefusedSetting("checkpoint_engine_wait_weights_before_ready", "a start that waits for checkpoint-engine"),
+    RefusedSetting("startup_weight_load_mode", "weights that load while graphs are captured", off="serial"),
+    RefusedSetting("attn_cp_size", "context parallelism", off=1),
+    RefusedSetting("dcp_size", "context parallelism", off=1),
+    RefusedSetting("moe_dp_size", "data parallelism of experts", off=1),
+    RefusedSetting("dwdp_size", "experts whose weights are fetched", off=1),
+    RefusedSetting("enable_http2", "an HTTP/2 server"),
+    RefusedSetting("weight_cache_mode", "a weight cache that processes share", "turn it off", off="off"),
+    RefusedSetting("cpu_offload_gb", "weights on the host", off=0),
+    RefusedSetting("offload_group_size", "weights on the host", off=-1),
+    RefusedSetting("ple_offload_embedding", "embeddings on the host"),
+    RefusedSetting("dllm_algorithm", "diffusion language models", "serve another model"),
 )
 
 
@@ -149,12 +123,12 @@ def check_settings(server_args: Any) -> None:
     if os.environ.get("SGLANG_GRPC_PORT"):
         found.append(("a gRPC server beside HTTP (SGLANG_GRPC_PORT)", "unset the variable"))
     settings = resolved(server_args)
-    refused = [(_is_on_in_either(is_set, settings), what, hint) for is_set, what, hint in _REFUSED]
-    SGLANG.check_settings(server_args, refused, more=found)
-
-
-def _is_on_in_either(is_set: Callable[[Any], bool], settings: Any) -> Callable[[Any], bool]:
-    return lambda given: is_set(given) or is_set(settings)
+    for options in (server_args, settings):
+        if getattr(options, "speculative_algorithm", None) and not has_draft(options):
+            what = "a draft model (--speculative-algorithm) other than EAGLE or EAGLE3 with a checkpoint of its own"
+            found.append((what, ""))
+            break
+    SGLANG.check_settings((server_args, settings), _REFUSED, more=found)
 
 
 def ranks_of(server_args: Any) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightcast.errors import some
+from weightcast.plugins import drafts
 
 
 def hazards_of(
@@ -19,10 +20,7 @@ def hazards_of(
     if not_updated:
         found.append(f"by its setting not_updated it keeps the tensors that match {not_updated!r}")
     if keeps_draft:
-        found.append(
-            "the draft model keeps the weights that it was started with: answers stay right, and fewer of its tokens "
-            'are accepted; --additional-config \'{"weightcast": {"draft": "update"}}\' updates it too'
-        )
+        found.append(drafts.keeps_draft("vLLM"))
     if computed:
         found.append(f"the loader computes with these tensors, so no rank can prove them: {some(computed)}")
     if vllm_config.lora_config is not None:

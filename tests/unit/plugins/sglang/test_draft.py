@@ -97,7 +97,7 @@ def test_an_update_writes_what_is_the_heads_own_and_renews_what_comes_of_its_tab
     scheduler = scheduler_of(runner)
     draft.attach(scheduler)
     lent = runner.model.model.embed_tokens.weight.detach().clone()
-    specs = [TensorSpec.of(name, tensor) for name, tensor in draft.checkpoint()]
+    specs = [TensorSpec.of(f"draft.{name}", tensor) for name, tensor in draft.checkpoint()]
     loader = Loader(nn.Module(), load_weights=draft.load_weights, expected=specs, residents=draft.residents)
     assert loader.skipped == {"draft.embed_tokens.weight", "draft.t2d"}
     assert not loader.computed
