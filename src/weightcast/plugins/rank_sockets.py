@@ -32,7 +32,6 @@ from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Commit, Message, Revert
-from weightcast.wire.nccl_settings import NcclSettings
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -43,25 +42,18 @@ READY, NOTHING = b"ready", b"nothing"
 GO, CANCEL = b"go", b"cancel"
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame from a rank.
+class Hello(RankInfo, frozen=True, kw_only=True):
+    """The first frame from a rank; ``rank`` is its number in the engine's own order.
 
     Attributes:
-        rank: Number of the rank, in the engine's own order.
-        device: UUID of its GPU, or ``"cpu"``.
         specs: Every tensor of a full update, with the dtype that this rank keeps.
         places: Names of the tensors that this rank keeps a part of, or computes with.
         staging_note: The reason why the staging set is not on the device; empty if it is.
         computed: Names of the tensors that this rank's loader computes with.
         reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
         reads_remote: True if it can read memory of other hosts through NIXL.
-        host_id: Boot id of its host.
-        visible, nccl: As in ``RankInfo``.
     """
 
-    rank: int
-    pid: int
-    device: str
     staging: StagingPlace
     staging_bytes: int
     specs: tuple[TensorSpec, ...]
@@ -70,10 +62,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     computed: tuple[str, ...] = ()
     reads_shares: bool = False
     reads_remote: bool = False
-    host: str = ""
-    host_id: str = ""
-    visible: tuple[str, ...] = ()
-    nccl: NcclSettings | None = None
 
 
 def socket_path(folder: str, rank: int) -> str:
@@ -153,19 +141,9 @@ class SwitchExecutor(ConnectedRanks):
 
     def rank_infos(self) -> tuple[RankInfo, ...]:
         """The ranks as ``EngineInfo`` describes them; each with its host if they are on several."""
-        several = self.host_id == ""
-        return tuple(
-            RankInfo(
-                rank=hello.rank,
-                pid=hello.pid,
-                device=hello.device,
-                host_id=hello.host_id if several else "",
-                host=hello.host if several else "",
-                visible=hello.visible,
-                nccl=hello.nccl,
-            )
-            for hello in self.hellos
-        )
+        on_one: dict[str, Any] = {"host_id": "", "host": ""} if self.host_id else {}
+        told = ({name: getattr(hello, name) for name in RankInfo.__struct_fields__} for hello in self.hellos)
+        return tuple(RankInfo(**(rank | on_one)) for rank in told)
 
     @property
     def host_id(self) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused, some
 from weightcast.plugins.engine_server import server_watchers
 from weightcast.plugins.other_hosts import Elsewhere
@@ -43,25 +42,15 @@ class AdapterHooks:
     """``EngineHooks`` of one adapter: vLLM's own pause, and no stamp on the model's weights."""
 
     def __init__(self, hooks: VllmHooks, publish: Callable[[int], None]) -> None:
+        """All modes but ``in_place`` drop the prefix cache, which knows an adapter by its name only."""
         self._hooks = hooks
         self._publish = publish
+        self.pause, self.stop_waiting, self.resume = hooks.pause, hooks.stop_waiting, hooks.resume
 
     @property
     def paused(self) -> bool:
         """As ``VllmHooks.paused``."""
         return self._hooks.paused
-
-    def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Pauses vLLM.  All modes but ``in_place`` drop the prefix cache, which knows an adapter by its name only."""
-        self._hooks.pause(mode, timeout_s)
-
-    def stop_waiting(self) -> None:
-        """As ``VllmHooks.stop_waiting``."""
-        self._hooks.stop_waiting()
-
-    def resume(self) -> None:
-        """As ``VllmHooks.resume``."""
-        self._hooks.resume()
 
     def drop_caches(self) -> None:
         """Does nothing: the pause has dropped what an adapter computes."""
