@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-import msgspec
 from fastapi import HTTPException
 
 from weightcast.errors import Refused, error_words
@@ -24,42 +23,10 @@ from weightcast.receiver.server import Late, ScorePrompt, weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.watch.sessions import SessionWatcher
 from weightcast.watch.spans import EngineSpans
-from weightcast.wire.engine_info import EngineInfo, EngineStatus
 
 T = TypeVar("T")
 
 _FIRST_VERSION = 0  # of the weights that an engine was started with
-
-
-class SleepingSessions(SessionHandler):
-    """The sessions of an engine whose memory may sleep; its description of itself says what does."""
-
-    def __init__(
-        self, executor: Executor, hooks: ServerHooks, facts: EngineFacts, *, watchers: Sequence[SessionWatcher] = ()
-    ) -> None:
-        super().__init__(executor, hooks, facts, version=_FIRST_VERSION, watchers=watchers)
-        self._sleeps = hooks
-
-    def info(self) -> EngineInfo:
-        """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
-        info = super().info()
-        return msgspec.structs.replace(info, message=self._with_sleep(info.message))
-
-    def status(self) -> EngineStatus:
-        """Implements ``SessionHandler.status``, likewise."""
-        status = super().status()
-        return msgspec.structs.replace(status, message=self._with_sleep(status.message))
-
-    def held_back(self) -> str:
-        """Implements ``SessionHandler.held_back``, and names the memory that sleeps."""
-        asleep = self._with_sleep("")
-        if not asleep:
-            return super().held_back()
-        return f"{asleep}; it has the new weights, and answers no request until all its memory is awake"
-
-    def _with_sleep(self, message: str) -> str:
-        asleep = ", ".join(sorted(self._sleeps.asleep))
-        return "; ".join(filter(None, (message, asleep and f"asleep: {asleep}")))
 
 
 class EngineServer(Late):
@@ -93,7 +60,7 @@ class EngineServer(Late):
         """
         watchers = server_watchers(facts.model, version=_FIRST_VERSION, metrics=metrics)
         self._hooks = hooks
-        self._sessions = sessions = SleepingSessions(executor, hooks, facts, watchers=watchers)
+        self._sessions = sessions = SessionHandler(executor, hooks, facts, version=_FIRST_VERSION, watchers=watchers)
         return sessions
 
     def ready(self) -> SessionHandler:

@@ -66,6 +66,11 @@ class ServerHooks(ABC):
         return self._asleep
 
     @property
+    def sleep_words(self) -> str:
+        """As ``Sleeps.sleep_words``."""
+        return f"asleep: {', '.join(sorted(self.asleep))}" if self.asleep else ""
+
+    @property
     def paused(self) -> bool:
         """As ``EngineHooks.paused``."""
         return self.state is not PauseState.RUNNING

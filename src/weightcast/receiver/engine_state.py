@@ -70,6 +70,16 @@ class GoesOnUnproven(Protocol):
         ...
 
 
+@runtime_checkable
+class Sleeps(Protocol):
+    """Hooks of an engine whose memory may sleep in parts."""
+
+    @property
+    def sleep_words(self) -> str:
+        """Says which memory sleeps; empty if none does."""
+        ...
+
+
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of ``EngineInfo`` that stay the same while the engine runs.
 
@@ -107,7 +117,7 @@ class EngineState:
     def info(self, session_owner: str | None) -> EngineInfo:
         """The engine's description of itself; ``session_owner`` is the trainer that updates it now."""
         facts = msgspec.structs.asdict(self.facts)
-        note = facts.pop("note")
+        del facts["note"]
         return EngineInfo(
             protocol=PROTOCOL,
             state=self.state,
@@ -115,11 +125,21 @@ class EngineState:
             digest=self.digest,
             tp_size=self._tp_size,
             session_owner=session_owner,
-            message=self.message or note,
+            message=self.said,
             paused=self.hooks.paused,
             instance=self._instance,
             **facts,
         )
+
+    @property
+    def asleep(self) -> str:
+        """Says which memory sleeps; empty if none does."""
+        return self.hooks.sleep_words if isinstance(self.hooks, Sleeps) else ""
+
+    @property
+    def said(self) -> str:
+        """What the engine tells of itself in words."""
+        return "; ".join(filter(None, (self.message or self.facts.note, self.asleep)))
 
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:
         """An answer to the trainer, with the state that is left."""

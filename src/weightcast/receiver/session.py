@@ -133,6 +133,8 @@ class SessionHandler:
 
     def held_back(self) -> str:
         """Says why an engine with new weights answers no request; empty if it does."""
+        if asleep := self._engine.asleep:
+            return f"{asleep}; it has the new weights, and answers no request until all its memory is awake"
         if not self._engine.hooks.paused:
             return ""
         return "it was paused before this update and still is: it answers no request until it is resumed"

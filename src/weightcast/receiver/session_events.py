@@ -49,7 +49,7 @@ class SessionEvents:
             version=engine.version,
             digest=engine.digest,
             paused=engine.hooks.paused,
-            message=engine.message or engine.facts.note,
+            message=engine.said,
             since_s=max(time.monotonic() - self._since, 0.0),
             update=self._last_update(),
         )
