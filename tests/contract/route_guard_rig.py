@@ -126,7 +126,7 @@ def serve_by(handler: Handler) -> None:
     """Has servers of our plug-ins start with this handler."""
     from weightcast.plugins import engine_server
 
-    vars(engine_server).update(server_watchers=lambda *_, **__: (), SessionHandler=lambda *_, **__: handler)
+    vars(engine_server)["SessionHandler"] = lambda *_, **__: handler
 
 
 def sglang(handler: Handler, keys: dict[str, str]) -> FastAPI:

@@ -7,7 +7,7 @@ engine's app.  It wraps the engine's own calls for sleep and wake-up in a ``Slee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -58,7 +58,15 @@ class EngineServer(Late):
         Args:
             metrics: False for a server without ``/metrics``.
         """
-        watchers = server_watchers(facts.model, version=_FIRST_VERSION, metrics=metrics)
+        watchers: list[SessionWatcher] = [EngineSpans()]
+        if metrics:
+            # Imported here: prometheus_client chooses its multiprocess mode at the import, and servers set the variable
+            # for it late.  In that mode they serve what the instruments of the default registry write to files.
+            from prometheus_client import REGISTRY
+
+            from weightcast.watch.engine_metrics import EngineMetrics
+
+            watchers.append(EngineMetrics(REGISTRY, model_name=facts.model, version=_FIRST_VERSION))
         self._hooks = hooks
         self._sessions = sessions = SessionHandler(executor, hooks, facts, version=_FIRST_VERSION, watchers=watchers)
         return sessions
@@ -151,21 +159,3 @@ def refuse(tags: Collection[str], why: str) -> None:
     """Raises ``Refused`` if there are tags: the request names memory in another state."""
     if tags:
         raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")
-
-
-def server_watchers(model_name: str, *, version: int | None, metrics: bool = True) -> Sequence[SessionWatcher]:
-    """Returns the watchers for a ``SessionHandler``: spans, and metrics on the server's own ``/metrics``.
-
-    Args:
-        metrics: False for a server without ``/metrics``, or if something else of it has them already.
-    """
-    watchers: list[SessionWatcher] = [EngineSpans()]
-    if metrics:
-        # Imported here: prometheus_client chooses its multiprocess mode at the import, and servers set the variable
-        # for it late.  In that mode they serve what the instruments of the default registry write to files.
-        from prometheus_client import REGISTRY
-
-        from weightcast.watch.engine_metrics import EngineMetrics
-
-        watchers.append(EngineMetrics(REGISTRY, model_name=model_name, version=version))
-    return watchers

@@ -138,7 +138,7 @@ class EngineState:
 
     @property
     def said(self) -> str:
-        """What the engine tells of itself in words."""
+        """The engine's message about its state, with the memory that sleeps."""
         return "; ".join(filter(None, (self.message or self.facts.note, self.asleep)))
 
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from weightcast.errors import EngineFailure, Refused, some
-from weightcast.plugins.engine_server import server_watchers
 from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import tables_of
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
@@ -27,6 +26,7 @@ from weightcast.plugins.vllm.worker_hooks import ADAPTER
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.turns import Turns
+from weightcast.watch.spans import EngineSpans
 from weightcast.wire.adapters import KIND, AdapterRequest
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
@@ -257,7 +257,7 @@ class Adapters:
             AdapterHooks(self._hooks, publish),
             facts,
             version=None,
-            watchers=server_watchers(name, version=None, metrics=False),
+            watchers=(EngineSpans(),),
         )
         return ServedLora(
             request=request,
