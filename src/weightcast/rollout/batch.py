@@ -95,14 +95,12 @@ class ContinuousBatch:
         if len(self.waiting) >= self._limits.max_waiting:
             raise Refused(f"{len(self.waiting)} requests are waiting already", hint="send fewer requests at once")
         request = generation.request
-        limit = self._limits.max_len
-        if request.max_tokens is not None:
-            limit = min(limit, len(request.prompt) + request.max_tokens)
+        room = self._limits.max_len - len(request.prompt)
         self.waiting.append(
             TokenSequence(
                 generation=generation,
                 tokens=list(request.prompt),
-                limit=limit,
+                limit=len(request.prompt) + (request.max_tokens or room),
                 stop=stop,
                 stops_text=stops_text,
                 random=random.Random(request.seed),
