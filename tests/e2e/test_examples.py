@@ -267,7 +267,10 @@ def test_completions_are_asked_for_from_the_whole_distribution(monkeypatch, engi
     with httpx.Client(transport=httpx.MockTransport(answer)) as client:
         completions_of(client, args, "http://e", [5, 6], count=2, temperature=1.0, seed=3)
     [body] = asked
-    assert {name: body[name] for name in WHOLE} == WHOLE
+    penalised = {"repetition_penalty"} if engine == "reference" else set()  # it has no penalties, and refuses them
+    assert {name: body[name] for name in WHOLE if name in body} == {
+        name: value for name, value in WHOLE.items() if name not in penalised
+    }
 
 
 def test_every_option_of_a_run(tiny, tmp_path):
