@@ -83,7 +83,7 @@ class Sleeps(Protocol):
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of ``EngineInfo`` that stay the same while the engine runs.
 
-    ``note`` is its ``message`` unless the engine is quarantined.
+    ``note`` is its ``message`` unless the engine is quarantined.  An ``Open`` with a mode of ``no_pause`` is refused.
     """
 
     engine: str

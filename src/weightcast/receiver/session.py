@@ -310,6 +310,8 @@ class SessionHandler:
         self._check(message)
         if self._session is not None:  # it is being ended; this Open overtook its Abort
             self._abort(Abort(session=self._session.open.session, reason=self._session.ending))
+        if why := self._engine.facts.no_pause.get(message.pause):
+            raise Refused(f"pause {message.pause}: {why}")
         if self._engine.version is not None and message.version < self._engine.version and not message.allow_older:
             raise Refused(
                 f"version {message.version} is older than {self._engine.version}, which the engine serves",

@@ -152,6 +152,16 @@ def test_versions_count_up(bench):
     assert made.serves(4)
 
 
+def test_a_pause_mode_that_the_engine_cannot_have_is_refused_before_any_rank_hears_of_it(bench):
+    made = bench()
+    state = made.engine._engine
+    state.facts = msgspec.structs.replace(state.facts, no_pause={"in_place": "it keeps the cache; use pause retract"})
+    refused = made.refuse(Sender(weights_of(1), version=1, pause="in_place").open)
+    assert "pause in_place: it keeps the cache; use pause retract" in refused
+    assert (made.engine.state, made.hooks.calls) == ("serving", [])
+    made.update(1, pause="retract")
+
+
 def test_a_model_of_other_weights_is_refused_on_every_rank(bench):
     made = bench(tp_size=2)
     error = made.refuse(Sender({"w": torch.zeros(2)}, version=1).open)

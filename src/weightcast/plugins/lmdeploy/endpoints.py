@@ -15,13 +15,19 @@ from fastapi import APIRouter, HTTPException
 from weightcast.plugins.drafts import draft_setting, keeps_draft
 from weightcast.plugins.engine_server import EngineServer, SleepGuard
 from weightcast.plugins.hook_points import LMDEPLOY
-from weightcast.plugins.lmdeploy.engine_hooks import NO_IN_PLACE, LmdeployExecutor, LmdeployHooks
+from weightcast.plugins.lmdeploy.engine_hooks import LmdeployExecutor, LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words
 from weightcast.plugins.lmdeploy.own_routes import admit_own_updates, guard_sleep
 from weightcast.plugins.rank_sockets import engine_facts
 from weightcast.receiver.session import SessionHandler
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
+
+# With prefix caching.
+_NO_IN_PLACE = (
+    "requests that go on with pause in_place would leave prefixes of the old weights to others (use pause retract, or "
+    "start LMDeploy without --enable-prefix-caching)"
+)
 
 
 def add_routes(router: APIRouter, async_engine: Any, folder: str, keys: Sequence[str]) -> None:
@@ -43,7 +49,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str, keys: Sequence
     if not ready:
         raise LMDEPLOY.other_version(["the hook on EngineLoop did not take"])
     hooks = LmdeployHooks(async_engine)
-    executor = LmdeployExecutor(int(config.tp), folder, hooks, prefix_caching=bool(config.enable_prefix_caching))
+    executor = LmdeployExecutor(int(config.tp), folder, hooks)
     facts = engine_facts(
         executor,
         engine=f"lmdeploy {LMDEPLOY.version()}",
@@ -51,7 +57,7 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str, keys: Sequence
         # No ``direct``: LMDeploy keeps a float32 checkpoint's head in float32 and the rest in float16, and shares are
         # only read in the dtype that the trainer has.
         transports=("ipc", "broadcast"),
-        no_pause={"in_place": NO_IN_PLACE} if config.enable_prefix_caching else {},
+        no_pause={"in_place": _NO_IN_PLACE} if config.enable_prefix_caching else {},
         hazards=(keeps_draft("LMDeploy"),) if async_engine.speculative_config and not draft_setting() else (),
     )
     server = EngineServer("LMDeploy", keys=keys)

@@ -19,11 +19,6 @@ from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
-# With prefix caching.
-NO_IN_PLACE = (
-    "requests that go on with pause in_place would leave prefixes of the old weights to others (use pause retract, or "
-    "start LMDeploy without --enable-prefix-caching)"
-)
 _GRACE_S = 10.0
 _MARK_S = 60.0
 _CALL = "weightcast_call"
@@ -94,26 +89,16 @@ class LmdeployHooks(ServerHooks):
 class LmdeployExecutor(SwitchExecutor):
     """Sends messages to all ranks, and the mark through LMDeploy's engine process."""
 
-    def __init__(self, world_size: int, folder: str, hooks: LmdeployHooks, *, prefix_caching: bool = False) -> None:
-        """Connects to every rank.
-
-        Args:
-            prefix_caching: True if LMDeploy keeps prefixes for other requests (``--enable-prefix-caching``).
-
-        Raises:
-            EngineFailure: A rank does not listen, for example because it is on another host.
-        """
+    def __init__(self, world_size: int, folder: str, hooks: LmdeployHooks) -> None:
+        """Connects to every rank; ``EngineFailure`` if one does not listen, for example on another host."""
         self._hooks = hooks
         self._folder = folder
-        self._prefix_caching = prefix_caching
         self._mode = "in_place"
         super().__init__(world_size, folder)
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         """Implements ``Executor.apply``."""
         if isinstance(message, Open):
-            if message.pause == "in_place" and self._prefix_caching:
-                return [RankAck(rank=rank, ok=False, refused=True, error=NO_IN_PLACE) for rank in range(self.tp_size)]
             self._mode = message.pause
         return super().apply(message, timeout_s=timeout_s)
 

@@ -83,14 +83,14 @@ class SglangRank(SwitchRank):
 
         check_settings(runner.server_args)
         parallel = get_parallel()
-        self._stages = int(parallel.pp_size)
+        stages = int(parallel.pp_size)
         ranks, within = ranks_of(runner.server_args), int(parallel.tp_size * parallel.pp_rank + parallel.tp_rank)
         # Each data-parallel engine has a scheduler of its own that broadcasts requests.
         self._broadcasts = within == 0
         device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
         self._scheduler_steps = SchedulerSteps(device)
         super().__init__(
-            within + replica_of(runner, parallel) * int(parallel.tp_size) * self._stages, device, self._scheduler_steps
+            within + replica_of(runner, parallel) * int(parallel.tp_size) * stages, device, self._scheduler_steps
         )
         self._loses_weights = loses_weights(resolved(runner.server_args))
         self._boundary = Boundary(self.step)
@@ -128,18 +128,6 @@ class SglangRank(SwitchRank):
         version = str(session.version) if forward else self._other
         self._requests.switch(do, mode=session.pause, version=version, served=self._version)
         self._version, self._other = version, self._version
-
-    def why_not(self, message: Open) -> str:
-        """Implements ``SwitchRank.why_not``."""
-        why = super().why_not(message)
-        if why:
-            return why
-        if self._stages > 1 and message.pause != "in_place":
-            return (
-                f"with pipeline parallelism, pause {message.pause} would leave requests of another stage with their "
-                "old KV cache (use pause in_place)"
-            )
-        return ""
 
     def memory_released(self, request: Any) -> None:
         """Frees the staging set if the weights sleep.

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from weightcast.config import PauseMode
-from weightcast.errors import EngineFailure, Refused
+from weightcast.errors import EngineFailure
 from weightcast.plugins.other_hosts import RankInvitation
 from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
 from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
@@ -37,10 +37,12 @@ _MODES: dict[PauseMode, tuple[str, bool]] = {
     "wait": ("wait", True),
     "abort": ("abort", True),
 }
-_STALE_CACHE = "in_place keeps the KV cache of the old weights, which this vLLM's prefix caching gives to new requests"
-_STALE_STORE = "in_place keeps what the old weights computed in {}, which gives it to new requests"
+_STALE_CACHE = (
+    "in_place keeps the KV cache of the old weights, which this vLLM's prefix caching gives to new requests; use pause "
+    "retract, or start vLLM with --no-enable-prefix-caching"
+)
+_STALE_STORE = "in_place keeps what the old weights computed in {}, which gives it to new requests; use pause retract"
 _STARTED_WITH = "default"  # vLLM's own word for the version of the weights that it was started with
-_FRESH_CACHE = "use pause retract, or start vLLM with --no-enable-prefix-caching"
 
 
 async def on_cores(client: Any, replicas: int, method: str, *arguments: Any) -> list[Any]:
@@ -122,13 +124,9 @@ class VllmHooks(ServerHooks):
     @property
     def no_pause(self) -> dict[PauseMode, str]:
         """As ``EngineInfo.no_pause``."""
-        return {"in_place": self._stale} if self._stale else {}
-
-    @property
-    def _stale(self) -> str:
         if self._prefixes == "shared":
-            return f"{_STALE_CACHE}; {_FRESH_CACHE}"
-        return f"{_STALE_STORE.format(self._cache_outside)}; use pause retract" if self._cache_outside else ""
+            return {"in_place": _STALE_CACHE}
+        return {"in_place": _STALE_STORE.format(self._cache_outside)} if self._cache_outside else {}
 
     def keep_versions_apart(self) -> None:
         """From now on answers say their versions, and a pause in place leaves nobody the old weights' cached prefixes.
@@ -157,9 +155,6 @@ class VllmHooks(ServerHooks):
         self._goes_on = False
         if self.state in (PauseState.ENDING, PauseState.ASLEEP):
             return
-        if mode == "in_place" and self._stale:
-            reason, _, hint = self._stale.partition("; ")
-            raise Refused(reason, hint=hint)
         if self.state is PauseState.RUNNING and mode in self._in_switch:
             return
         if self.state is PauseState.RUNNING and self._cores == ALONE:

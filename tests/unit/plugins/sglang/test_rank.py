@@ -23,6 +23,7 @@ from tests.helpers.torn import OUT_OF_MEMORY, FailingCopy
 from weightcast.errors import ConfigError
 from weightcast.plugins.rank_sockets import SwitchExecutor, tables_of
 from weightcast.plugins.sglang import FOLDER
+from weightcast.plugins.sglang.endpoints import _no_pause
 from weightcast.plugins.sglang.rank import SglangRank
 from weightcast.plugins.sglang.requests_at_switch import SglangRequests
 from weightcast.receiver.engine_state import EngineFacts
@@ -155,6 +156,7 @@ class Server:
             staging=executor.staging(),
             transports=("ipc",),
             specs=specs,
+            no_pause=_no_pause(SimpleNamespace(pp_size=stages)),
         )
         self.hooks = Hooks()
         self.executor = executor
