@@ -133,18 +133,12 @@ class VllmHooks(ServerHooks):
 
         That is so if this vLLM's cores can; its log says if they cannot.  Called once, at the start.
         """
-        try:
-            self.wait(self._on_cores(SAY_VERSION, self._stamp), SHORT_S, "engine cores to answer")
-            self._says_versions = True
-        except EngineFailure as error:
-            log.warning("weightcast: answers say no weight version, as this version has another engine core: %s", error)
+        self._says_versions = bool(self._ask("says no weight version in answers", SAY_VERSION, self._stamp))
         if self._prefixes == "none":
             return
-        try:
-            if all(self.wait(self._on_cores(NEXT_GENERATION, False), SHORT_S, "engine cores to answer")):
-                self._prefixes = "apart"
-        except EngineFailure as error:
-            log.warning("weightcast refuses pauses in place, as this version has another engine core: %s", error)
+        parted = self._ask("refuses pauses in place", NEXT_GENERATION, False)
+        if parted and all(parted):
+            self._prefixes = "apart"
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM and returns when no request runs; does nothing if the switch itself comes between two steps.
@@ -228,11 +222,10 @@ class VllmHooks(ServerHooks):
         If workers take calls and steps from one queue (``in_order``), the switch need not wait for steps.  If it waits
         for the device all the same (``waits``), a core that steps alone hands out the tokens in flight before it.
         """
-        try:
-            (self._cores,) = set(self.wait(self._on_cores(ASK), SHORT_S, "engine cores to answer"))
-        except EngineFailure as error:
-            log.warning("weightcast pauses vLLM for each commit, as this version has another engine core: %s", error)
+        kinds = self._ask("pauses vLLM for each commit", ASK)
+        if not kinds:
             return
+        (self._cores,) = set(kinds)
         if hasattr(self._client, "get_weight_version"):
             self._stamp = str(self.wait(self._client.get_weight_version(), SHORT_S, "the weight version"))
         self._in_order, self._waits = in_order, waits
@@ -284,6 +277,14 @@ class VllmHooks(ServerHooks):
             self.become(PauseState.OPERATORS)
         self._goes_on = False
         return all(stamped for *_, stamped in said)
+
+    def _ask(self, otherwise: str, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all engine cores; none if this version's do not know the call, and what we do otherwise."""
+        try:
+            return self.wait(self._on_cores(method, *arguments), SHORT_S, "engine cores to answer")
+        except EngineFailure as error:
+            log.warning("weightcast %s, as this version has another engine core: %s", otherwise, error)
+            return []
 
     def _on_cores(self, method: str, *arguments: Any) -> Coroutine[Any, Any, list[Any]]:
         return on_cores(self._client, self._replicas, method, *arguments)
