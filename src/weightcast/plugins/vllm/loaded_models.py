@@ -27,7 +27,7 @@ from weightcast.plugins.drafts import Weights, apart
 from weightcast.plugins.vllm.rank_protocol import is_dummy
 from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.receiver.loader import Finisher
-from weightcast.receiver.recorder import record_routes
+from weightcast.receiver.recorder import RecordedLoad, record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 from weightcast.wire.routes import Route
 
@@ -67,17 +67,17 @@ class LoadedModels:
         shared = {id(layer) for layer in model.modules()}
         own = {name for name, layer in draft.named_modules() if id(layer) not in shared}
         checkpoint.read_specs()
-        lent = {name.rpartition(".")[2] for name, layer in draft.named_modules() if id(layer) in shared and name}
-        if not in_checkpoint and any(not lent.isdisjoint(spec.name.split(".")) for spec in checkpoint.specs):
-            self._lent = self._lent_layers(draft, checkpoint.specs, lent, device)
         unpacked = UnpackedModel(draft, device=device, layers=own)
         if unpacked.quantised_bytes:
             raise ConfigError(
                 "the draft model is quantised, and vLLM's memory has no room for the form that an update loads",
                 hint='use a draft in bfloat16, or leave "draft" out of --additional-config',
             )
+        lent = {name.rpartition(".")[2] for name, layer in draft.named_modules() if id(layer) in shared and name}
         if in_checkpoint:
-            self._of_both = _picked(draft, unpacked, checkpoint.specs, device)
+            self._of_both = _picked(self._recorded(unpacked, checkpoint.specs))
+        elif any(not lent.isdisjoint(spec.name.split(".")) for spec in checkpoint.specs):
+            self._lent = _lent_layers(self._recorded(unpacked, checkpoint.specs), checkpoint.specs, lent)
         checkpoint.specs.clear()
         weights = checkpoint.weights()
         if in_checkpoint:
@@ -170,40 +170,16 @@ class LoadedModels:
             found[f"{DRAFT_PREFIX}{name}"] = same[0]
         return found
 
-    def _lent_layers(
-        self, draft: nn.Module, specs: Sequence[TensorSpec], lent: Set[str], device: torch.device
-    ) -> dict[str, list[Route]]:
-        """The draft's tensors that its loader would put into layers that vLLM lends from the model.
+    def _recorded(self, draft: UnpackedModel, specs: Sequence[TensorSpec]) -> RecordedLoad:
+        """Where the draft's loader puts tensors: into its own parameters, which have the prefix, or the model's."""
+        model = self._parts[""][0]
 
-        vLLM lends a layer that the draft's checkpoint has too if both had the same values at the start.
+        def load(weights: Weights) -> None:
+            with model.unpacked():
+                draft.load_weights(weights)
 
-        Args:
-            lent: Last parts of the names of these layers.
-
-        Returns:
-            The routes into the model's parameters.
-
-        Raises:
-            ConfigError: A tensor goes into layers of both, or the loader computes with it.
-        """
-        everything = UnpackedModel(draft, device=device)
-        recording = record_routes(everything.load_weights, specs, everything.residents)
-        of_model = {_memory(tensor): name for name, tensor in self._parts[""][0].residents.items()}
-        found: dict[str, list[Route]] = {}
-        for spec in specs:
-            routes = recording.routes.get(spec.name, [])
-            named = [of_model.get(_memory(everything.residents[route.parameter])) for route in routes]
-            into = [
-                msgspec.structs.replace(route, parameter=name)
-                for route, name in zip(routes, named, strict=True)
-                if name is not None
-            ]
-            suspected = not lent.isdisjoint(spec.name.split("."))
-            if (into and len(into) != len(routes)) or (suspected and spec.name in recording.why):
-                raise _instead(spec.name, next(iter(sorted(lent))))
-            if into:
-                found[spec.name] = into
-        return found
+        own = {f"{DRAFT_PREFIX}{name}": tensor for name, tensor in draft.residents.items()}
+        return record_routes(load, specs, model.residents | own)
 
 
 def _load_config(vllm_config: Any) -> Any:
@@ -220,10 +196,6 @@ def _unless_empty(weights: Weights) -> Weights | None:
     return None if first is None else chain((first,), rest)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
-
-
 def _places(routes: Sequence[Route]) -> frozenset[Route]:
     return frozenset(msgspec.structs.replace(route, source="") for route in routes)
 
@@ -235,9 +207,28 @@ def _instead(name: str, layer: str) -> ConfigError:
     )
 
 
-def _picked(
-    draft: nn.Module, unpacked: UnpackedModel, specs: Sequence[TensorSpec], device: torch.device
-) -> frozenset[str]:
+def _lent_layers(recording: RecordedLoad, specs: Sequence[TensorSpec], lent: Set[str]) -> dict[str, list[Route]]:
+    """The draft's tensors that its loader would put into layers that vLLM lends from the model, and their routes.
+
+    vLLM lends a layer that the draft's checkpoint has too if both had the same values at the start.  ``lent`` are the
+    last parts of the names of these layers.
+
+    Raises:
+        ConfigError: A tensor goes into layers of both, or the loader computes with it.
+    """
+    found: dict[str, list[Route]] = {}
+    for spec in specs:
+        routes = recording.routes.get(spec.name, [])
+        into = [route for route in routes if not route.parameter.startswith(DRAFT_PREFIX)]
+        suspected = not lent.isdisjoint(spec.name.split("."))
+        if (into and len(into) != len(routes)) or (suspected and spec.name in recording.why):
+            raise _instead(spec.name, min(lent))
+        if into:
+            found[spec.name] = into
+    return found
+
+
+def _picked(recording: RecordedLoad) -> frozenset[str]:
     """Names of the tensors that the draft's loader puts into the draft's own parameters, and nowhere else.
 
     It would put others, such as a head of an MTP layer, into layers that vLLM lends from the model.  Those are the
@@ -246,18 +237,18 @@ def _picked(
     Raises:
         ConfigError: The loader computes weights, so that it does not show where they go.
     """
-    everything = UnpackedModel(draft, device=device)
-    recording = record_routes(everything.load_weights, specs, everything.residents)
     if recording.why:
         name, why = next(iter(recording.why.items()))
         raise ConfigError(
             f"the loader of the MTP layers computes with {name}: {why}",
             hint='leave "draft" out of --additional-config',
         )
-    places = {name: {route.parameter for route in routes} for name, routes in recording.routes.items() if routes}
-    own = unpacked.residents.keys()
-    found = frozenset(name for name, parameters in places.items() if parameters <= own)
-    mixed = [name for name, parameters in places.items() if parameters & own and not parameters <= own]
+    own = {
+        name: {route.parameter.startswith(DRAFT_PREFIX) for route in routes}
+        for name, routes in recording.routes.items()
+    }
+    found = frozenset(name for name, which in own.items() if which == {True})
+    mixed = [name for name, which in own.items() if which == {True, False}]
     if mixed or not found:
         what = f"{mixed[0]} goes into layers of both" if mixed else "no tensor of the checkpoint is theirs alone"
         raise ConfigError(
