@@ -334,22 +334,22 @@ def worlds() -> Iterator[list[World]]:
 
 
 @contextmanager
-def exchanging(size_bytes: int) -> Iterator[None]:
-    """Parameters below this size are exchanged in one launch, as on a GPU."""
-    before, staging._EXCHANGED_BYTES = staging._EXCHANGED_BYTES, {"cpu": size_bytes}
+def exchanging(one_launch: bool) -> Iterator[None]:
+    """Contents are exchanged in one launch, as on a GPU, or pointers are."""
+    before, staging._ONE_LAUNCH = staging._ONE_LAUNCH, frozenset({"cpu"} if one_launch else ())
     try:
         yield
     finally:
-        staging._EXCHANGED_BYTES = before
+        staging._ONE_LAUNCH = before
 
 
 def play(
     worlds: list[World],
     steps: list[tuple[int, str, int, bool]],
-    size_bytes: int,
+    one_launch: bool,
     transport: str = TRANSPORTS[0],
 ) -> None:
-    with exchanging(size_bytes):
+    with exchanging(one_launch):
         for world in worlds:
             world.engine.tp_size, world.engine.place = 1, "device"
             world.engine.kind, world.bucket_bytes, world.transport = FusedModel, BUCKETS[0], transport
@@ -375,22 +375,22 @@ def quiet(cases: int) -> Any:
 @pytest.mark.parametrize("transport", ["ipc", "direct", "broadcast"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what, transport):
-    play(worlds, [(0, what, 3, True), (1, what, 5, False), (0, what, 4, True)], 128, transport)
+    play(worlds, [(0, what, 3, True), (1, what, 5, False), (0, what, 4, True)], True, transport)
 
 
 @quiet(5)
 @example(
     steps=[(0, "another dtype", 3, True), (0, "trainer connects again", 0, True)],
-    size_bytes=128,
+    one_launch=True,
     transport="direct",
 )
 @given(
     steps=st.lists(STEPS, max_size=8),
-    size_bytes=st.sampled_from([0, 128, 1 << 20]),
+    one_launch=st.booleans(),
     transport=st.sampled_from(TRANSPORTS),
 )
-def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport):
-    play(worlds, steps, size_bytes, transport)
+def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, one_launch, transport):
+    play(worlds, steps, one_launch, transport)
 
 
 @pytest.mark.wide
@@ -398,8 +398,8 @@ def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, st
 @quiet(300)
 @given(
     steps=st.lists(STEPS, max_size=20),
-    size_bytes=st.sampled_from([0, 128, 1 << 20]),
+    one_launch=st.booleans(),
     transport=st.sampled_from(TRANSPORTS),
 )
-def test_after_any_long_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport):
-    play(worlds, steps, size_bytes, transport)
+def test_after_any_long_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, one_launch, transport):
+    play(worlds, steps, one_launch, transport)

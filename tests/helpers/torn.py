@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightcast.receiver.exchanges import Chunks, Pointers
 from weightcast.receiver.staging import StagingSet
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 32.00 MiB"
@@ -65,5 +66,9 @@ class Cut(dict[str, torch.Tensor]):
 
 def tear(staging: StagingSet, *, after: int, times: int = 1) -> Cut:
     """Let a flip fail when so many parameters have been exchanged.  With ``times=2`` the undo fails too."""
-    staging._others = cut = Cut(staging._others, after=after, times=times)
+    cut = Cut({}, after=after, times=times)  # nothing is exchanged without staging
+    for exchange in staging._exchanges:
+        if isinstance(exchange, Chunks | Pointers):
+            cut.update(exchange._lives)
+            exchange._lives = cut
     return cut

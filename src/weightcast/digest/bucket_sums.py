@@ -10,11 +10,11 @@ from functools import cached_property
 import msgspec
 import torch
 
+from weightcast.digest.copy_program import CopyProgram, CopyStep, flat_stand_in, view_of_slot
 from weightcast.digest.definition import key_of, partial_sums
-from weightcast.digest.pieces import TensorPiece, Transfer
+from weightcast.digest.pieces import TensorPiece
 from weightcast.digest.table import Absent, DigestTable
-from weightcast.digest.templates import NOWHERE, Placed, Template, flat_stand_in
-from weightcast.digest.transfers import PlacedLaunches, worth_launch
+from weightcast.digest.transfers import worth_launch
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -126,13 +126,13 @@ class PlanSums:
         """Works out nothing yet."""
         self.layouts = list(layouts)
         self._layout_of = {layout.index: layout for layout in layouts}
-        self._launches: dict[tuple[int, torch.device], tuple[Template, PlacedLaunches]] = {}
+        self._programs: dict[tuple[int, torch.device], CopyProgram] = {}
 
     def prepare(self, device: torch.device) -> None:
         """Works out the sums of buckets on a device."""
         for layout in self.layouts:
             if worth_launch(layout.size_bytes, device):
-                self._launch(layout, device)
+                self._program(layout, device)
 
     def prepare_totals(self) -> Totals:
         """Works out the digests of all buckets together; returns those of sums that are 0."""
@@ -144,9 +144,7 @@ class PlanSums:
         known = self._layout_of.get(layout.index) == layout
         if bucket.sums is not None or not known or not worth_launch(layout.size_bytes, device):
             return sums_of_slots(bucket)
-        template, launches = self._launch(layout, device)
-        address = bucket.data.data_ptr()
-        return launches.run(address, lambda: Placed(template, [address]))
+        return self._program(layout, device).sums([bucket.data])
 
     def totals(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> Totals:
         """Builds the digests of all that travelled, from the sums of each bucket's slots.  Waits for the device."""
@@ -161,12 +159,14 @@ class PlanSums:
     def _contents(self) -> Contents:
         return Contents(self.layouts)
 
-    def _launch(self, layout: BucketLayout, device: torch.device) -> tuple[Template, PlacedLaunches]:
+    def _program(self, layout: BucketLayout, device: torch.device) -> CopyProgram:
         """The sums of a bucket wherever it lies."""
-        known = self._launches.get((layout.index, device))
+        known = self._programs.get((layout.index, device))
         if known is None:
-            bucket = Bucket(layout, flat_stand_in(layout.size_bytes))
-            transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(_pieces_of(bucket))]
-            template = Template(transfers, [(0, NOWHERE)] * len(transfers), device)
-            known = self._launches[layout.index, device] = template, PlacedLaunches(device, len(layout.slots))
+            steps = [
+                CopyStep(view_of_slot(slot), None, slot.spec.shape, slot.box, number)
+                for number, slot in enumerate(layout.slots)
+            ]
+            known = CopyProgram(steps, [flat_stand_in(layout.size_bytes)], device, num_sums=len(steps), launches=True)
+            self._programs[layout.index, device] = known
         return known

@@ -5,18 +5,17 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from weightcast.digest.copies import Flat, bits, copy_all
+from weightcast.digest.copies import Flat, copy_all
+from weightcast.digest.copy_program import CopyProgram, CopyStep, View, flat_stand_in, view_of_slot
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import TensorPiece, Transfer, check_piece
 from weightcast.digest.source_sums import Taker
-from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
-from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
+from weightcast.digest.transfers import worth_launch
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, Write, region, to_sum
 from weightcast.protocols import Lying
@@ -29,7 +28,7 @@ from weightcast.wire.layout import BucketLayout, TensorSlot
 # A shard that is cast before it is sent is cast in blocks of this many bytes to be summed.
 _CAST_BYTES = 16 << 20
 
-# What ``PlacedLaunches.small`` says enough of.
+# What ``CopyProgram.small`` says enough of.
 _LOOKED_AT = (torch.bfloat16, torch.float16)
 
 
@@ -52,94 +51,35 @@ class OwnPart:
     computed: bool
 
 
-class _View(NamedTuple):  # made faster than a frozen class, and there may be tens of thousands
-    """A part of this rank's memory, in elements: a box of the tensor in one slot.
+class _Lies(NamedTuple):  # made faster than a frozen class, and there may be tens of thousands
+    """A part that lies in this rank's memory: its number, and the box of its tensor in the memory of one source.
 
-    Numbers only: a view would keep memory alive that the trainer wants to free between two updates.  ``own`` is the
-    number of the part; dtype and device are those of the memory.
+    Numbers only: a view would keep memory alive that the trainer wants to free between two updates.
     """
 
     own: int
-    source: int
-    dtype: torch.dtype
+    view: View
     device: torch.device
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    full_shape: tuple[int, ...]
-    box: Box
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory.detach().as_strided(self.shape, self.stride, int(memory.storage_offset()) + self.offset)
-
-    def piece(self, memory: torch.Tensor) -> TensorPiece:
-        return TensorPiece(
-            tensor=self.of(memory), full_shape=self.full_shape, box=self.box if self.full_shape else None
-        )
-
-
-class _Copy(NamedTuple):
-    """A copy out of this rank's memory into a bucket."""
-
-    view: _View
-    dtype: torch.dtype
-    target_stride: tuple[int, ...]
-    target_offset: int
-
-    def transfer(self, source: torch.Tensor, flat: Flat) -> Transfer:
-        target = flat.region(self.dtype, self.view.shape, self.target_stride, self.target_offset, as_bits=False)
-        casts = is_copied_cast(self.view.dtype, self.dtype)
-        return Transfer(piece=self.view.piece(source), target=target, total=self.view.own, casts=casts)
-
-
-class _ComputedSums:
-    """The sums of computed values, where they have been written into a bucket."""
-
-    def __init__(self, layout: BucketLayout, parts: Sequence[OwnPart], device: torch.device) -> None:
-        self._parts = parts
-        self._places = torch.tensor([own.place for own in parts], dtype=torch.int64)
-        pieces = self._pieces(Bucket(layout, flat_stand_in(layout.size_bytes)))
-        transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
-        self._template: Template | None = None
-        if parts and transfers_on(device) and all(map(can_transfer, transfers)):
-            self._template = Template(transfers, [(0, NOWHERE)] * len(transfers), device)
-        self._launches = PlacedLaunches(device, len(parts))
-
-    def take(self, bucket: Bucket, taker: Taker) -> None:
-        template, address = self._template, bucket.data.data_ptr()
-        if template is not None:
-            taker.add(self._places, self._launches.run(address, lambda: Placed(template, [address])))
-        elif self._parts:
-            taker.add(self._places, partial_sums(self._pieces(bucket)))
-
-    def _pieces(self, bucket: Bucket) -> list[TensorPiece]:
-        return [to_sum(own.slot, own.box, region(bucket, own.slot, own.box)) for own in self._parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copies:
-    """The copies of the parts into a bucket.
+    """The copies of the parts into a bucket, whose memory is the one after the sources.
 
-    ``launches`` copy and sum those of ``template``, wherever bucket and sources lie; there are none if it is None.
+    ``computed`` sums values where they were written there; its sums have ``places`` among this rank's.
     """
 
-    template: Template | None
-    launches: PlacedLaunches
-    plain: list[_Copy]
-    computed: _ComputedSums
+    program: CopyProgram
+    computed: CopyProgram
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """The sums of parts of one device, where they lie; ``template`` is None where a launch is not worth it.
+    """The sums of parts of one device, where they lie.  ``places`` are theirs among this rank's sums of the bucket."""
 
-    ``places`` are those of the sums among this rank's sums of the bucket.
-    """
-
-    views: list[_View]
+    program: CopyProgram
     places: torch.Tensor
-    template: Template | None
-    launches: PlacedLaunches
 
 
 @dataclass(slots=True, eq=False)
@@ -151,18 +91,18 @@ class _Steps:
         rest: The others, which are found and written anew each time.
         copies: None until it is needed.
         sums: For each device; None until it is needed.
-        served: Number of the slot and view of each part that others read; None until it is needed.
+        served: Number of the slot, box and view of each part that others read; None until it is needed.
         summed_anew: Parts that ``sums`` does not have: they are cast before they are sent, or computed.
     """
 
     sources: list[int]
     watched: Watched
     layout: object
-    views: list[_View]
+    views: list[_Lies]
     rest: list[OwnPart]
     copies: _Copies | None = None
     sums: list[_Sums] | None = None
-    served: list[tuple[int, _View]] | None = None
+    served: list[tuple[int, Box, View]] | None = None
     summed_anew: Sequence[OwnPart] = ()
 
 
@@ -180,8 +120,7 @@ class OwnMemory(Lying):
     def views(self) -> list[tuple[int, Box, torch.Tensor]]:
         """Number of the slot, box and memory of each part."""
         steps, found = self._look
-        memory = dict(zip(steps.sources, found.tensors, strict=True))
-        return [(number, view.box, view.of(memory[view.source])) for number, view in steps.served or ()]
+        return [(number, box, view.of(found.tensors[view.memory])) for number, box, view in steps.served or ()]
 
 
 class OwnParts:
@@ -228,16 +167,15 @@ class OwnParts:
         steps, found = look
         if copies:
             copying = self._copies(look)
-            if copying.template is not None and data is not None:
-                copying.launches.prepare(*_placing(copying.template, found, data.data_ptr()))
+            if data is not None:
+                copying.program.prepare([*found.tensors, data])
             if steps.rest and data is not None:
                 bucket = Bucket(self._layout, data)
                 self._held.prepare_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
-            summed = not copying.plain and not steps.rest
+            summed = copying.program.sums_all and not steps.rest
         if sums and not summed:
             for one in self._sums(look):
-                if one.template is not None:
-                    one.launches.prepare(*_placing(one.template, found))
+                one.program.prepare(found.tensors)
 
     def copy_into(self, bucket: Bucket, taker: Taker | None, look: PartsSeen) -> torch.Tensor | None:
         """Copies the parts into the bucket.  Computed values are summed there.
@@ -247,20 +185,17 @@ class OwnParts:
         """
         steps, found = look
         copying = self._copies(look)
-        # Of some slots there would be no sum: then all parts are summed where they lie.
-        summed = taker is not None and not copying.plain and not steps.rest
-        if copying.template is not None:
-            placing = _placing(copying.template, found, bucket.data.data_ptr())
-            sums = copying.launches.run(*placing, summed=summed)
-            if taker is not None and summed:
-                taker.add(self._places, sums)
-                self._saw(copying.launches, taker)
-                return self._by_slot(sums)
-        _copy_plainly(copying.plain, look, bucket)
+        # Of some slots there would be no sum otherwise: then all parts are summed where they lie.
+        summed = taker is not None and copying.program.sums_all and not steps.rest
+        sums = copying.program.run([*found.tensors, bucket.data], summed=summed)
+        if taker is not None and sums is not None:
+            taker.add(self._places, sums)
+            self._saw(copying.program, taker)
+            return self._by_slot(sums)
         if steps.rest:
             self._held.write_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
-        if taker is not None:
-            copying.computed.take(bucket, taker)
+        if taker is not None and len(copying.places):
+            taker.add(copying.places, copying.computed.sums([bucket.data]))
         return None
 
     def _writes(self, parts: Sequence[OwnPart], bucket: Bucket) -> list[Write]:
@@ -272,9 +207,9 @@ class OwnParts:
         """Sums the parts where they lie, unless they were summed while they were copied."""
         steps, sums = look[0], self._sums(look)
         for one in sums:
-            self._sum_views(one, look, taker)
-        if len(sums) == 1 and not steps.summed_anew and sums[0].template is not None:
-            self._saw(sums[0].launches, taker)
+            taker.add(one.places, one.program.sums(look[1].tensors))
+        if len(sums) == 1 and not steps.summed_anew:
+            self._saw(sums[0].program, taker)
         scratch = Scratch()
         for own in steps.summed_anew:
             if own.computed:
@@ -292,10 +227,10 @@ class OwnParts:
             look[0].served = self._served_views(served, look[0].views)
         return OwnMemory(look)
 
-    def _served_views(self, served: Sequence[tuple[int, Box]], views: Sequence[_View]) -> list[tuple[int, _View]]:
-        """Number of the slot and view of each part."""
-        known = {(self._parts[view.own].number, view.box): view for view in views}
-        found: list[tuple[int, _View]] = []
+    def _served_views(self, served: Sequence[tuple[int, Box]], views: Sequence[_Lies]) -> list[tuple[int, Box, View]]:
+        """Number of the slot, box and view of each part."""
+        known = {(self._parts[one.own].number, self._parts[one.own].box): one.view for one in views}
+        found: list[tuple[int, Box, View]] = []
         for number, box in served:
             spec, view = self._layout.slots[number].spec, known.get((number, box))
             fits = view is not None and (view.dtype == spec.torch_dtype or is_copied_cast(view.dtype, spec.torch_dtype))
@@ -305,7 +240,7 @@ class OwnParts:
                     f"{spec.name} cannot be read in place: {why}, and it travels in {spec.dtype}",
                     hint="leave keep_mapped out, or send the dtype that the trainer keeps",
                 )
-            found.append((number, view))
+            found.append((number, box, view))
         return found
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
@@ -328,23 +263,14 @@ class OwnParts:
         sources = list(dict.fromkeys(source for _, source, _, _ in places))
         watched = self._held.watch(sources)
         found = watched.now()
-        wholes = dict(zip(sources, found.tensors, strict=True))
-        views: list[_View] = []
+        numbers = {source: number for number, source in enumerate(sources)}
+        views: list[_Lies] = []
         for number, source, box, memory in places:
-            own, whole = self._parts[number], wholes[source]
+            own, whole = self._parts[number], found.tensors[numbers[source]]
             part = memory if own.box == box else memory[slices(own.box, box.offset)]
-            view = _View(
-                own=number,
-                source=source,
-                dtype=whole.dtype,
-                device=whole.device,
-                shape=tuple(part.shape),
-                stride=part.stride(),
-                offset=int(part.storage_offset()) - int(whole.storage_offset()),
-                full_shape=own.slot.spec.shape,
-                box=own.box,
-            )
-            views.append(view)
+            first = int(part.storage_offset()) - int(whole.storage_offset())
+            view = View(numbers[source], whole.dtype, tuple(part.shape), part.stride(), first)
+            views.append(_Lies(number, view, whole.device))
         return _Steps(sources, watched, found.layout, views, rest), found
 
     def _copies(self, look: PartsSeen) -> _Copies:
@@ -355,29 +281,25 @@ class OwnParts:
 
     def _plan_copies(self, look: PartsSeen) -> _Copies:
         """Plans the copies of the parts into a bucket, wherever it lies."""
-        steps, device = look[0], self._device
-        stand_ins = _stand_ins(look, device) if transfers_on(device) else {}
-        numbers = _numbers(steps)
-        flat = Flat(flat_stand_in(self._layout.size_bytes))
-        plain: list[_Copy] = []
-        transfers: list[Transfer] = []
-        memories: list[tuple[int, int]] = []
-        for view in steps.views:
-            own = self._parts[view.own]
-            dtype, strides = own.slot.spec.torch_dtype, contiguous_strides(own.slot.shape)
-            first = sum((a - b) * c for a, b, c in zip(own.box.offset, own.slot.box.offset, strides, strict=True))
-            copy = _Copy(view, dtype, strides, own.slot.offset_bytes // dtype.itemsize + first)
-            source = stand_ins.get(view.source)
-            transfer = copy.transfer(source, flat) if source is not None else None
-            if transfer is not None and can_transfer(transfer):
-                transfers.append(transfer)
-                memories.append((numbers[view.source], 0))
-            else:
-                plain.append(copy)
-        template = Template(transfers, memories, device) if transfers else None
-        launches = PlacedLaunches(device, len(self._parts), looks=self._looks)
+        steps, found = look
+        bucket, flat = len(steps.sources), flat_stand_in(self._layout.size_bytes)
+        copies = [self._step(one, target=bucket, total=one.own) for one in steps.views]
+        program = CopyProgram(
+            copies, [*found.tensors, flat], self._device, num_sums=len(self._parts), looks=self._looks
+        )
         parts = [own for own in steps.rest if own.computed and own.place is not None]
-        return _Copies(template, launches, plain, _ComputedSums(self._layout, parts, device))
+        written = [
+            CopyStep(view_of_slot(own.slot, own.box), None, own.slot.spec.shape, own.box, number)
+            for number, own in enumerate(parts)
+        ]
+        computed = CopyProgram(written, [flat], self._device, num_sums=len(parts))
+        return _Copies(program, computed, torch.tensor([own.place for own in parts], dtype=torch.int64))
+
+    def _step(self, one: _Lies, *, target: int | None, total: int) -> CopyStep:
+        """The copy of a part into a bucket, or its sum."""
+        own = self._parts[one.own]
+        to = view_of_slot(own.slot, own.box, memory=target) if target is not None else None
+        return CopyStep(one.view, to, own.slot.spec.shape, own.box, total, sent=own.slot.spec.torch_dtype)
 
     def _sums(self, look: PartsSeen) -> list[_Sums]:
         steps = look[0]
@@ -387,43 +309,44 @@ class OwnParts:
 
     def _plan_sums(self, look: PartsSeen) -> tuple[list[_Sums], list[OwnPart]]:
         """Plans the sums of the parts; returns also the parts that these do not sum."""
-        views: dict[torch.device, list[_View]] = {}
+        by_device: dict[torch.device, list[_Lies]] = {}
         anew = [own for own in self._parts if own.computed and own.origin is not None]
         anew += [own for own in look[0].rest if not own.computed]
-        for view in look[0].views:
-            own = self._parts[view.own]
-            if own.computed:
-                continue
-            if view.dtype == own.slot.spec.torch_dtype or is_copied_cast(view.dtype, own.slot.spec.torch_dtype):
-                views.setdefault(view.device, []).append(view)
-            else:
-                anew.append(own)
+        for one in look[0].views:
+            own = self._parts[one.own]
+            if not own.computed:
+                by_device.setdefault(one.device, []).append(one)
         sums: list[_Sums] = []
-        for device, some in views.items():
-            casts = [self._is_cast(view) for view in some]
-            template = _template_of_sums(device, some, casts, look)
-            if template is None:
-                anew += [self._parts[view.own] for view, cast in zip(some, casts, strict=True) if cast]
-                some = [view for view, cast in zip(some, casts, strict=True) if not cast]
+        for device, some in by_device.items():
+            program = self._program_of_sums(some, device, look[1])
+            if not program.sums_all:
+                # torch sums values as they lie, so those that are cast are cast first.
+                anew += [self._parts[one.own] for one in some if self._is_cast(one)]
+                some = [one for one in some if not self._is_cast(one)]
+                program = self._program_of_sums(some, device, look[1])
             if some:
-                places = torch.tensor([self._parts[view.own].place for view in some], dtype=torch.int64)
-                sums.append(_Sums(some, places, template, PlacedLaunches(device, len(some), looks=self._looks)))
+                places = torch.tensor([self._parts[one.own].place for one in some], dtype=torch.int64)
+                sums.append(_Sums(program, places))
         return sums, anew
 
-    def _is_cast(self, view: _View) -> bool:
-        return view.dtype != self._parts[view.own].slot.spec.torch_dtype
+    def _program_of_sums(self, views: Sequence[_Lies], device: torch.device, found: Seen) -> CopyProgram:
+        steps = [self._step(one, target=None, total=number) for number, one in enumerate(views)]
+        size_bytes = sum(self._parts[one.own].box.numel * one.view.dtype.itemsize for one in views)
+        return CopyProgram(
+            steps,
+            found.tensors,
+            device,
+            num_sums=len(steps),
+            launches=worth_launch(size_bytes, device),
+            looks=self._looks,
+        )
 
-    def _sum_views(self, one: _Sums, look: PartsSeen, taker: Taker) -> None:
-        if one.template is not None:
-            sums = one.launches.run(*_placing(one.template, look[1]))
-        else:
-            memory = dict(zip(look[0].sources, look[1].tensors, strict=True))
-            sums = partial_sums([view.piece(memory[view.source]) for view in one.views])
-        taker.add(one.places, sums)
+    def _is_cast(self, one: _Lies) -> bool:
+        return one.view.dtype != self._parts[one.own].slot.spec.torch_dtype
 
-    def _saw(self, launches: PlacedLaunches, taker: Taker) -> None:
+    def _saw(self, program: CopyProgram, taker: Taker) -> None:
         """Notes what a launch that summed all parts has seen."""
-        if launches.small:
+        if program.small:
             taker.finite = True
 
     def _sum_origin(self, own: OwnPart, taker: Taker) -> None:
@@ -483,59 +406,3 @@ class _Cast(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
-
-
-def _placing(template: Template, found: Seen, bucket: int = 0) -> tuple[object, Callable[[], Placed]]:
-    """Where the memories of a template lie, for ``PlacedLaunches``: the bucket, at this address, then the parts."""
-    return (bucket, found.place), lambda: Placed(template, (bucket, *found.addresses))
-
-
-def _numbers(steps: _Steps) -> dict[int, int]:
-    """Number of each source among the memories of a template."""
-    return {source: 1 + number for number, source in enumerate(steps.sources)}
-
-
-def _stand_ins(look: PartsSeen, device: torch.device) -> dict[int, torch.Tensor]:
-    """Tensors in the place of the sources on a device that can be copied as they are."""
-    made, (steps, found) = StandIns(), look
-    return {
-        source: made.of(whole)
-        for source, whole in zip(steps.sources, found.tensors, strict=True)
-        if whole.device == device and can_stand_in(whole)
-    }
-
-
-def _template_of_sums(
-    device: torch.device, views: Sequence[_View], casts: Sequence[bool], look: PartsSeen
-) -> Template | None:
-    """The sums of some parts on a device wherever they lie; None where a launch is not worth it or cannot sum them."""
-    stand_ins, numbers = _stand_ins(look, device), _numbers(look[0])
-    if not all(view.source in stand_ins for view in views):
-        return None
-    pieces = [view.piece(stand_ins[view.source]) for view in views]
-    transfers = [
-        Transfer(piece=piece, total=number, casts=cast)
-        for number, (piece, cast) in enumerate(zip(pieces, casts, strict=True))
-    ]
-    if not worth_launch(sum(piece.tensor.nbytes for piece in pieces), device) or not all(map(can_transfer, transfers)):
-        return None
-    for number, piece in enumerate(pieces):
-        check_piece(piece, number)
-    return Template(transfers, [(numbers[view.source], NOWHERE) for view in views], device)
-
-
-def _copy_plainly(copies: Sequence[_Copy], look: PartsSeen, bucket: Bucket) -> None:
-    if not copies:  # there may be tens of thousands of sources
-        return
-    memory = {source: (whole, bits(whole)) for source, whole in zip(look[0].sources, look[1].tensors, strict=True)}
-    flat = Flat(bucket.data)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for copy in copies:
-        view = copy.view
-        source, as_bits = memory[view.source]
-        same = source.dtype == copy.dtype
-        source = as_bits if same else source
-        sources.append(source.as_strided(view.shape, view.stride, source.storage_offset() + view.offset))
-        targets.append(flat.region(copy.dtype, view.shape, copy.target_stride, copy.target_offset, as_bits=same))
-    copy_all(targets, sources)

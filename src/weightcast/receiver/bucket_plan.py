@@ -34,7 +34,7 @@ class BucketPlan:
     Attributes:
         rows: Number of rows of each tensor by name, if every slot is a whole tensor that is copied or ignored;
             else empty.
-        prepared: The launches of a copier, which go with the plan.
+        prepared: The programs of a copier, which go with the plan.
     """
 
     layout: BucketLayout

@@ -137,7 +137,7 @@ class Loader:
         for name, words in () if self._holds else self.why_computed.items():
             more = f", and {len(self.why_computed) - 1} more like it" if len(self.why_computed) > 1 else ""
             return f"{name}: {words}{more}"
-        if not keep_storage:
+        if not keep_storage and self._device.type == "cpu":
             return self._shared
         return overlapping({name: tensor for name, tensor in self.residents.items() if name in self._written})
 
@@ -240,13 +240,11 @@ class Loader:
         self._arrivals.prepare([self.plan.buckets[layout.index].rows for layout in layouts], message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
-            for place, lives, _ in self.staging.sets():
-                self._sums.place(place, self._device, lives)
         if self.known is not None:
             return self.known
         if message.verify == "none":
             return NOTHING_HELD
-        table = self._sums.prepare(self.staging.number, self._device, self.staging.lives)
+        table = self._sums.prepare(self.staging.form, self._device, self.staging.lives)
         return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
 
     def place(self, bucket: Bucket) -> None:
@@ -295,11 +293,11 @@ class Loader:
 
     def written(self) -> HeldSums:
         """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device."""
-        sums, place = self.scattered.sums, ("target", self.staging.number)
+        sums, form = self.scattered.sums, self.staging.waiting_form
         if sums is not None and self._routed:
-            found = self._sums.completed(sums, place, self._device, self.staging.targets)
+            found = self._sums.completed(sums, form, self._device, self.staging.targets)
         else:
-            found = self._sums.held(place, self._device, self.staging.targets)
+            found = self._sums.held(form, self._device, self.staging.targets)
         wholes = self.scattered.wholes
         if not wholes:
             return found
@@ -392,7 +390,8 @@ class Loader:
 
     def held(self) -> HeldSums:
         """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
-        self.known = self._sums.held(self.staging.look(forms=True), self._device, self.staging.lives)
+        self.staging.look(forms=True)
+        self.known = self._sums.held(self.staging.form, self._device, self.staging.lives)
         return self.known
 
     def _plan(self, layout: BucketLayout) -> BucketPlan:

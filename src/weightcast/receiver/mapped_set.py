@@ -41,7 +41,7 @@ class MappedSet:
         self._kept: weakref.ref[MappedPair] | None = None
         self._stored: list[torch.Tensor] = []
         self._let_go = False
-        self.exchanged = False  # ``undo`` has something to undo
+        self.begun = False  # ``undo`` has something to undo
         self.waiting: dict[str, torch.Tensor] = {}
         if self._pair is not None:
             self._pair.fill(LIVE)
@@ -60,7 +60,7 @@ class MappedSet:
 
     def free(self) -> None:
         """Frees the second copies."""
-        self.exchanged = False
+        self.begun = False
         self.waiting = {}
         if self._pair is not None:
             self._pair.empty(WAITING)
@@ -123,13 +123,13 @@ class MappedSet:
 
     def begin(self) -> None:
         """Forgets the last exchange: ``undo`` does nothing before the next one."""
-        self.exchanged = False
+        self.begun = False
 
     def exchange(self) -> None:
         """Exchanges both copies, after all work on the device.  Call ``undo`` after the driver's error."""
         if self._pair is not None:
             self._pair.exchange()
-            self.exchanged = True
+            self.begun = True
 
     def undo(self) -> None:
         """Undoes the exchange, also one that failed half way; a second call does nothing.  Errors as ``exchange``."""
@@ -137,9 +137,9 @@ class MappedSet:
             return
         if not self._pair.whole:
             self._pair.mend()
-        if self.exchanged:
+        if self.begun:
             self._pair.exchange()
-            self.exchanged = False
+            self.begun = False
 
     def _fill(self, pair: MappedPair) -> None:
         pair.fill(WAITING)

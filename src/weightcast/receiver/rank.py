@@ -137,7 +137,7 @@ class WeightReceiver:
         self._shares = Shares(self.loader, self._memory, self._broadcast, self.device)
         self._peer = PeerSource()
         self._chunks: ResidentChunks | None = None  # of the session that fetches
-        self._given: tuple[int, ResidentChunks] | None = None  # of the live weights, and where they lay
+        self._given: tuple[object, ResidentChunks] | None = None  # of the live weights, and where they lay
         self._open: Open | None = None
         self._owner: Owner | None = None
         self._committed = ""
@@ -392,9 +392,10 @@ class WeightReceiver:
         if message.rank != self.rank:
             return self._ack()
         check_computed(self.loader.computed)
-        number = self.loader.staging.look(forms=True)
-        if self._given is None or self._given[0] != number:
-            self._given = number, self.loader.chunks(self.tp_size)
+        self.loader.staging.look(forms=True)
+        form = self.loader.staging.form
+        if self._given is None or self._given[0] is not form:
+            self._given = form, self.loader.chunks(self.tp_size)
         chunks = self._given[1]
         if chunks.layout != message.layout:
             raise Refused(

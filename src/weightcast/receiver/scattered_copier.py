@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat
+from weightcast.digest.copy_program import CopyProgram, CopyStep, View, flat_stand_in
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in
-from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
-from weightcast.receiver.bucket_copier import copy_plainly, written_by
 from weightcast.receiver.scattered_plan import (
     BufferBox,
     BufferParts,
     ExchangePlan,
     LoadPlan,
     ScatteredPlan,
-    ShareCopy,
     ShareRoutes,
     plan_exchange,
     plan_mapped,
@@ -30,36 +26,12 @@ from weightcast.receiver.scattered_plan import (
     wanted_of,
 )
 from weightcast.receiver.staging import StagingSet
-from weightcast.runtime.tensor_places import TensorPlaces
 from weightcast.wire.box import slices
 from weightcast.wire.bucket_sources import MappedPart
 from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import Wanted
 from weightcast.wire.routes import Route
-
-_PlainShareCopies = list[tuple[int, ShareCopy]]
-_Numbered = Sequence[tuple[int, torch.Tensor]]
-
-
-@dataclass(slots=True, eq=False)
-class _ScatteredLaunches:
-    """The launches of the copies out of some buffers, for any place of the buffers and of the parameters.
-
-    Attributes:
-        sizes: Bytes of each buffer.
-        parameters: Names of the parameters that are written.
-        form: Form of these parameters.
-        template: None if copy engines may bring some of the buffers, whose transfers are made for each place.
-        rest: Copies that are no transfers.
-    """
-
-    sizes: Sequence[int]
-    parameters: Sequence[str]
-    form: TensorPlaces
-    template: Template | None
-    launches: PlacedLaunches
-    rest: _PlainShareCopies
 
 
 class ScatteredCopier:
@@ -133,24 +105,20 @@ class ScatteredCopier:
         return plan
 
     def prepare(self, plan: ScatteredPlan, sizes: Sequence[int], device: torch.device, staging: StagingSet) -> None:
-        """Works out the launch of a plan whose buffers will all lie on one device.
+        """Works out the copies of a plan whose buffers will all lie on one device.
 
         ``sizes`` are the least that the buffers will have, in bytes.
         """
         numbers = tuple(number for number, copies in enumerate(plan.buffers) if copies)
-        if numbers and transfers_on(device):
-            self._prepare(plan, numbers, device, [sizes[number] for number in numbers], staging)
+        if numbers:
+            self._program(plan, numbers, device, [flat_stand_in(sizes[number]) for number in numbers], staging)
 
     def place(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: StagingSet) -> None:
-        """Works out the launch for buffers that lie here, all on one device, into either set of weights."""
+        """Works out the launch for buffers that lie here, all on one device."""
         numbers = tuple(number for number, copies in enumerate(plan.buffers) if copies)
         data = [buffers[number] for number in numbers]
-        if not data or not staging.staged or not transfers_on(data[0].device):
-            return
-        prepared = self._prepare(plan, numbers, data[0].device, list(map(torch.Tensor.numel, data)), staging)
-        addresses = tuple(map(torch.Tensor.data_ptr, data))
-        for number, _, targets in staging.sets():
-            prepared.launches.prepare((addresses, number), partial(_placed, prepared, addresses, targets))
+        if data and staging.staged:
+            self._program(plan, numbers, data[0].device, data, staging).prepare(self._memories(plan, data, staging))
 
     def copy(
         self,
@@ -172,14 +140,13 @@ class ScatteredCopier:
             if copies:
                 by_device.setdefault(data.device, []).append(number)
         for device, numbers in by_device.items():
-            if transfers_on(device):
-                some = [(number, buffers[number]) for number in numbers]
-                self._transfer(plan, device, some, staging, far=frozenset(far).intersection(numbers), summed=summed)
-                continue
-            self._all_summed = False
-            for number in numbers:
-                shares = plan.buffers[number]
-                copy_plainly(buffers[number], [(share.slot, share.dtype, share.copy) for share in shares], staging)
+            data = [buffers[number] for number in numbers]
+            program = self._program(plan, tuple(numbers), device, data, staging, frozenset(far).intersection(numbers))
+            sums = program.run(self._memories(plan, data, staging), summed=summed)
+            if sums is None or (self._sums is not None and self._sums.device != sums.device):
+                self._all_summed = False
+            else:
+                self._sums = sums if self._sums is None else self._sums + sums
 
     def put_together(
         self, slot: TensorSlot, sources: Sequence[BufferBox], buffers: Sequence[torch.Tensor]
@@ -194,114 +161,39 @@ class ScatteredCopier:
         self.wholes.append((HeldPart(spec=slot.spec, box_offset=slot.box.offset, box_shape=slot.shape), total))
         return found
 
-    def _transfer(
-        self,
-        plan: ScatteredPlan,
-        device: torch.device,
-        buffers: _Numbered,
-        staging: StagingSet,
-        *,
-        far: frozenset[int],
-        summed: bool,
-    ) -> None:
-        """One launch for all copies out of a device, except those that go to another device or to another dtype."""
-        numbers, data = zip(*buffers, strict=True)
-        found = plan.prepared.get((numbers, device, far))
-        addresses = tuple(map(torch.Tensor.data_ptr, data))
-        targets: object = staging.number
-        if not staging.staged:  # live parameters may move at any time, those of the second set do not
-            names = found.parameters if isinstance(found, _ScatteredLaunches) else _parameters_of(plan, numbers)
-            targets = targets, tuple(map(torch.Tensor.data_ptr, map(staging.targets.__getitem__, names)))
-        place = addresses, targets
-        if not isinstance(found, _ScatteredLaunches) or place not in found.launches:
-            found = self._prepare(plan, numbers, device, list(map(torch.Tensor.numel, data)), staging, far)
-        prepared = found
+    def _memories(self, plan: ScatteredPlan, data: Sequence[torch.Tensor], staging: StagingSet) -> list[torch.Tensor]:
+        """The memories of a program: the buffers, and the parameters that the plan writes."""
+        return [*data, *map(staging.target, plan.parameters)]
 
-        def transfers() -> list[Transfer] | Placed:
-            if prepared.template is not None:
-                return _placed(prepared, addresses, staging.targets)
-            found, _, prepared.rest = _transfers_of(
-                plan, numbers, list(map(Flat, data)), staging.targets.__getitem__, far
-            )
-            return found
-
-        sums = prepared.launches.run(place, transfers, summed=summed)
-        for number, share in prepared.rest:
-            copy_plainly(data[numbers.index(number)], [(share.slot, share.dtype, share.copy)], staging)
-        if not summed or prepared.rest or (self._sums is not None and self._sums.device != sums.device):
-            self._all_summed = False
-            return
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def _prepare(
+    def _program(
         self,
         plan: ScatteredPlan,
         numbers: tuple[int, ...],
         device: torch.device,
-        sizes: Sequence[int],
+        data: Sequence[torch.Tensor],
         staging: StagingSet,
         far: frozenset[int] = frozenset(),
-    ) -> _ScatteredLaunches:
-        """The launches of the copies out of these buffers, wherever all lies; ``sizes`` are theirs, in bytes."""
+    ) -> CopyProgram:
+        """The copies out of these buffers, wherever all lies."""
         known = plan.prepared.get((numbers, device, far))
-        names = known.parameters if isinstance(known, _ScatteredLaunches) else _parameters_of(plan, numbers)
-        found = list(map(staging.targets.__getitem__, names))
-        if (
-            isinstance(known, _ScatteredLaunches)
-            and known.form.fits(found)
-            and all(map(operator.le, known.sizes, sizes))
-        ):
+        if isinstance(known, CopyProgram) and known.is_for(staging.waiting_form, data):
             return known
-        targets = dict(zip(names, found, strict=True))
-        template, rest = None, _PlainShareCopies()
-        if not far:  # copy engines may bring what is far
-            made = StandIns()
-            near = {name: made.of(target) if target.device == device else target for name, target in targets.items()}
-            flats = [Flat(flat_stand_in(size)) for size in sizes]
-            transfers, ends, rest = _transfers_of(plan, numbers, flats, near.__getitem__)
-            written = {name: len(numbers) + number for number, name in enumerate(targets)}
-            places = {number: place for place, number in enumerate(numbers)}
-            memories = [(places[buffer], written[name]) for buffer, name in ends]
-            template = Template(transfers, memories, device)
-        launches = PlacedLaunches(device, self._num_routes)
-        prepared = _ScatteredLaunches(sizes, names, TensorPlaces(found), template, launches, rest)
-        plan.prepared[numbers, device, far] = prepared
-        return prepared
-
-
-def _placed(prepared: _ScatteredLaunches, addresses: Sequence[int], targets: Mapping[str, torch.Tensor]) -> Placed:
-    assert prepared.template is not None
-    written = map(targets.__getitem__, prepared.parameters)
-    return Placed(prepared.template, [*addresses, *map(torch.Tensor.data_ptr, written)])
-
-
-def _parameters_of(plan: ScatteredPlan, numbers: Sequence[int]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(share.copy.parameter for number in numbers for share in plan.buffers[number]))
-
-
-def _transfers_of(
-    plan: ScatteredPlan,
-    numbers: Sequence[int],
-    flats: Sequence[Flat],
-    target: Callable[[str], torch.Tensor],
-    far: Collection[int] = (),
-) -> tuple[list[Transfer], list[tuple[int, str]], _PlainShareCopies]:
-    """The transfers out of some buffers, with the number of the buffer and the parameter of each; and what is none."""
-    found: list[Transfer] = []
-    ends: list[tuple[int, str]] = []
-    rest: _PlainShareCopies = []
-    for number, flat in zip(numbers, flats, strict=True):
-        is_far = number in far
-        for share in plan.buffers[number]:
-            copy, spec = share.copy, share.slot.spec
-            part = flat.region(share.dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
-            piece = TensorPiece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
-            written = written_by(copy, target(copy.parameter))
-            casts = share.dtype != spec.torch_dtype
-            transfer = Transfer(piece=piece, target=written, total=share.route, far=is_far, casts=casts)
-            if can_transfer(transfer):
-                found.append(transfer)
-                ends.append((number, copy.parameter))
-            else:
-                rest.append((number, share))
-    return found, ends, rest
+        targets = list(map(staging.target, plan.parameters))
+        written = {name: len(numbers) + number for number, name in enumerate(plan.parameters)}
+        steps: list[CopyStep] = []
+        for place, number in enumerate(numbers):
+            for share in plan.buffers[number]:
+                copy, spec, memory = share.copy, share.slot.spec, written[share.copy.parameter]
+                source = View(place, share.dtype, copy.shape, copy.source_stride, copy.source_offset)
+                target = View(memory, targets[memory - len(numbers)].dtype, copy.shape, copy.stride, copy.offset)
+                steps.append(CopyStep(source, target, spec.shape, share.box, share.route, sent=spec.torch_dtype))
+        program = CopyProgram(
+            steps,
+            [*(flat_stand_in(one.numel()) for one in data), *targets],
+            device,
+            num_sums=self._num_routes,
+            form=staging.waiting_form,
+            far=[place for place, number in enumerate(numbers) if number in far],
+        )
+        plan.prepared[numbers, device, far] = program
+        return program

@@ -88,7 +88,8 @@ class ScatteredPlan:
         buffers: The copies out of each buffer.
         wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
         read_bytes: Bytes that are read out of each buffer.
-        prepared: The launches of a copier, which go with the plan.
+        parameters: Names of the parameters that are written.
+        prepared: The programs of a copier, which go with the plan.
     """
 
     layout: BucketLayout
@@ -96,7 +97,12 @@ class ScatteredPlan:
     buffers: Sequence[Sequence[ShareCopy]]
     wholes: Mapping[int, Sequence[BufferBox]]
     read_bytes: Sequence[int]
+    parameters: tuple[str, ...] = field(init=False, compare=False, repr=False)
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        written = dict.fromkeys(share.copy.parameter for copies in self.buffers for share in copies)
+        object.__setattr__(self, "parameters", tuple(written))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,13 @@ holds the old version, which ``undo`` restores.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
 
-from weightcast.digest.copies import bits
-from weightcast.digest.exchange import MemoryExchange
 from weightcast.errors import ConfigError
+from weightcast.receiver.exchanges import Chunks, Contents, Exchange, Pointers, is_dense
 from weightcast.receiver.mapped_set import MappedSet
 from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.runtime.mapped_memory import CudaMapper, can_map
@@ -24,26 +22,9 @@ from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 
 StagingPlace = Literal["device", "host", "none"]
-Tensors = Mapping[str, torch.Tensor]
-_CHUNK_BYTES = 32 << 20
 _HEADROOM = 1.2
-# A flip exchanges the contents of smaller parameters and the pointers of the others.  To set a pointer takes the host
-# 2 us, in which a GPU exchanges 1 MiB.  A CPU would exchange 4 KiB.
-_EXCHANGED_BYTES = {"cuda": 1 << 20}
+_ONE_LAUNCH = frozenset({"cuda"})  # device types on which one launch exchanges all contents
 _CONTENTS = itertools.count()
-
-
-@dataclass(slots=True, eq=False)
-class _Placing:
-    """Where both sets lie at one time, and after a flip from here.
-
-    ``exchange`` is of the small parameters' contents; None if there are none.  ``flipped`` is worked out when needed.
-    """
-
-    live: TensorPlaces
-    exchange: MemoryExchange | None
-    flipped: _Placing | None = None
-    number: int = field(default_factory=itertools.count().__next__)
 
 
 def choose_place(
@@ -74,7 +55,13 @@ def mapper_of(device: torch.device) -> CudaMapper | None:
 
 
 class StagingSet:
-    """A second set of parameters, and its exchange with the live one."""
+    """A second set of parameters, and its exchange with the live one.
+
+    Attributes:
+        form: Stands for dtypes, shapes and devices of the live parameters: another object once these have changed.
+        waiting_form: As ``form``, of the tensors that take new values.
+        torn: True if a flip began and did not end: the live set is a mixture.
+    """
 
     def __init__(
         self,
@@ -93,34 +80,30 @@ class StagingSet:
                 writes keep their values.
             place: ``device``, ``host`` (pinned memory if the model is on a GPU) or ``none`` (updates write to the live
                 set).
-            keep_storage: True if a flip copies contents on the device too, for engines that hold addresses of
-                parameters (captured graphs, packed views).
+            keep_storage: True if addresses of parameters stay on a CPU too, for engines that hold them (packed views).
+                On a GPU they always stay: captured graphs know them.
             in_order: True if whatever reads the live set after a flip is ordered behind the stream that is current at
                 the flip.  A flip on a device then only enqueues the exchange, so that the host can prepare what comes.
             may_move: True if nothing has noted addresses of parameters yet, and the engine frees and moves none by an
-                account of its own.  With ``keep_storage``, parameters on a GPU then move once, now, and a flip maps
-                other memory to their new addresses.
+                account of its own.  Parameters on a GPU then move once, now, and a flip maps other memory to their new
+                addresses.
             after_move: Frees the memory that those parameters have left.
         """
         self.place: StagingPlace = place
         self._keep_storage = keep_storage
-        self._may_move = may_move and keep_storage and place == "device"
+        self._may_move = may_move and place == "device"
         self._after_move = after_move
         self._waits = not in_order
         self.lives = dict(residents)
         self._tensors = list(self.lives.values())
         self._waiting: dict[str, torch.Tensor] = {}
-        self._scratch: dict[torch.device, torch.Tensor] = {}
         self._mapped: MappedSet | None = None
-        self._small: dict[str, torch.Tensor] = {}
-        self._others: dict[str, torch.Tensor] = {}
-        self._placing = _Placing(TensorPlaces([]), None)
-        # Progress of a flip: whether contents were exchanged, the number of other steps done, and whether the scratch
-        # memory has the old contents of the next.
-        self._exchanged = False
-        self._done = 0
-        self.torn = False  # True if a flip began and did not end: the live set is a mixture
-        self._in_scratch = False
+        self._exchanges: list[Exchange] = []  # in the order of a flip
+        self._others: list[Exchange] = []
+        self._contents: dict[str, torch.Tensor] = {}
+        self._places = TensorPlaces([])
+        self.form, self.waiting_form = object(), object()
+        self.torn = False
         self._flipped = False
         self.live_contents, self.waiting_contents = next(_CONTENTS), next(_CONTENTS)
         self.allocate()
@@ -138,7 +121,7 @@ class StagingSet:
         for name, tensor in self.lives.items():
             if self.place == "none" or name in self._waiting:
                 continue
-            if self.place == "device" or not _is_dense(tensor):
+            if self.place == "device" or not is_dense(tensor):
                 # Torch copies memory with gaps between GPU and host by way of memory that it allocates.  So the second
                 # copy of such a parameter is on the device.
                 waiting = torch.empty_strided(
@@ -150,14 +133,15 @@ class StagingSet:
                 )
             self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
         wait_for_streams(*(tensor.device for tensor in self.lives.values()))  # an update may come on another stream
-        self._placing = self._placed()
-        self._take_scratch()
+        self._place(anew=True)
 
     def free(self) -> None:
         """Frees the set's memory on the device; call ``allocate`` before the next update."""
-        self._reset_progress()
-        self._placing = _Placing(TensorPlaces([]), None)
-        self._scratch.clear()
+        self._forget_flip()
+        self._exchanges.clear()
+        self._others.clear()
+        self._contents.clear()
+        self._places = TensorPlaces([])
         if self.place == "device":
             self._waiting.clear()
             if self._mapped is not None:
@@ -179,35 +163,17 @@ class StagingSet:
         if self._mapped is not None:
             self._mapped.restore()
 
-    @property
-    def number(self) -> int:
-        """A number that stays the same as long as both sets lie where they lay; ``look`` finds moved parameters."""
-        return self._placing.number
+    def look(self, *, forms: bool = False) -> TensorPlaces:
+        """Looks where the live parameters lie now, and at their dtypes and shapes if asked.
 
-    def sets(self) -> list[tuple[int, Tensors, Tensors]]:
-        """``number``, ``lives`` and ``targets`` as they are, and as they will be after a flip if that changes them."""
-        found: list[tuple[int, Tensors, Tensors]] = [(self.number, self.lives, self.targets)]
-        after = self._after()
-        if after is not self._placing:
-            lives = self.lives | {name: self._waiting[name] for name in self._others}
-            found.append((after.number, lives, self._waiting | self._others))
-        return found
-
-    def look(self, *, forms: bool = False) -> int:
-        """Looks where the live parameters lie now, and at their dtypes and shapes if asked; returns ``number``."""
-        now = self._placing
+        Returns the same object as long as both sets lie where they lay.
+        """
+        known = self._places
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  its calls take longer
-            lie, alike = now.live.compare(self._tensors, forms=forms)
-        if not lie and self._mapped is not None and not self._mapped.in_place():
-            # Its second copies stay, and contents are exchanged from now on.
-            self._exchanged = self._exchanged or self._mapped.exchanged
-            self._mapped, self._may_move = None, False
-            self._sort()
-            self._take_scratch()
-            self._placing = self._placed()
-        elif not lie or not alike:
-            self._placing = self._placed()
-        return self._placing.number
+            lie, alike = known.compare(self._tensors, forms=forms)
+        if not lie or not alike:
+            self._place(anew=not alike)
+        return self._places
 
     @property
     def staged(self) -> bool:
@@ -239,78 +205,40 @@ class StagingSet:
 
     @property
     def moves_contents(self) -> bool:
-        """True if a flip copies contents; False if it exchanges pointers, or does nothing."""
-        return self.place == "host" or (self.place == "device" and self._keep_storage)
+        """True if a flip copies contents or maps memory; False if it exchanges pointers, or does nothing."""
+        return any(not isinstance(one, Pointers) for one in self._exchanges)
 
     def flip(self) -> None:
         """Exchanges the staging set and the live one.  Allocates nothing on a device.
 
-        A set on the device exchanges pointers of large parameters and, in one launch, contents of small ones.  The
-        parameter objects stay, but the storage of the large ones changes, so a finisher must capture graphs again.
-        With ``keep_storage`` all contents are exchanged, or other memory is mapped to the addresses of parameters that
-        were moved.  With a set on the host, contents are exchanged chunk by chunk.  If a copy fails, the live set is a
-        mixture until ``undo``.
+        If it fails, the live set is a mixture until ``undo``.
         """
-        self._reset_progress()
+        self._forget_flip()
         self.look()
-        before, after = self._placing, self._after()
         self.torn = True
-        if self._mapped is not None:
-            self._mapped.exchange()
-        if before.exchange is not None:
-            before.exchange.run(wait=self._waits)
-            self._exchanged = True
-        if self.moves_contents:
-            for live, waiting in self._chunks():
-                old = self._scratch_for(live)
-                old.copy_(live)
-                self._in_scratch = True
-                live.copy_(waiting)
-                waiting.copy_(old)
-                self._done += 1
-                self._in_scratch = False
-        elif self.place == "device":
-            waiting = self._waiting
-            for name, tensor in self._others.items():  # not by ``_swap``: engines stand still meanwhile
-                old = tensor.data
-                tensor.data = waiting[name]
-                waiting[name] = old
-                self._done += 1
+        for one in self._exchanges:
+            one.exchange()
         self.torn = False
-        self._placing = after
         self._renumber(flipped=True)
 
     def undo(self) -> None:
         """Undoes the last flip.  A second call does nothing, and one that failed can be repeated.
 
-        If contents were copied in chunks, both sets hold the old version afterwards.  If a copy fails, the live set is
-        still a mixture.
+        If it fails, the live set is still a mixture.
         """
         self.look()
-        before, after = self._placing, self._after()
-        if self._mapped is not None:
-            self.torn = True
-            self._mapped.undo()
-        if self._exchanged:
-            assert before.exchange is not None
-            self.torn = True
-            before.exchange.run(wait=self._waits)
-            self._exchanged = False
-        if self.moves_contents:
-            if self._done or self._in_scratch:
-                self.torn = True  # until all chunks are undone
-                self._undo_chunks()
-        elif self._done:
-            self.torn = True
-            whole = self._done == len(self._others)
-            for name, tensor in list(self._others.items())[self._done - 1 :: -1]:
-                self._swap(name, tensor)
-                self._done -= 1
-            if whole:
-                self._placing = after
+        for one in self._exchanges:
+            self.torn = self.torn or one.begun
+            one.undo()
         if self._flipped:
             self._renumber(flipped=False)
-        self._reset_progress()
+        self._forget_flip()
+
+    def _forget_flip(self) -> None:
+        """Forgets the last flip: ``undo`` does nothing before the next one."""
+        for one in self._exchanges:
+            one.begin()
+        self.torn = self._flipped = False
 
     def _renumber(self, *, flipped: bool) -> None:
         self.live_contents, self.waiting_contents = self.waiting_contents, self.live_contents
@@ -321,116 +249,52 @@ class StagingSet:
         if self._may_move and not (self._mapped is not None and self._mapped.allocate()):
             device = self._tensors[0].device if self._tensors else torch.device("cpu")
             mapper = mapper_of(device)
-            movable = {n: t for n, t in self.lives.items() if t.device == device and _is_dense(t)}
+            movable = {n: t for n, t in self.lives.items() if t.device == device and is_dense(t)}
             self._mapped = MappedSet(movable, mapper, self._after_move) if mapper is not None else None
         if self._mapped is not None:
             self._waiting.update(self._mapped.waiting)
-        self._sort()
 
-    def _take_scratch(self) -> None:
-        if not self.moves_contents or self._scratch:
-            return
-        sizes: dict[torch.device, int] = {}
-        for tensor in self._others.values():
-            size_bytes = _elements_at_once(tensor) * tensor.element_size()
-            sizes[tensor.device] = max(sizes.get(tensor.device, 0), size_bytes)
-        self._scratch = {
-            device: torch.empty(size_bytes, dtype=torch.uint8, device=device) for device, size_bytes in sizes.items()
-        }
+    def _place(self, *, anew: bool) -> None:
+        """Notes where both sets lie, and how a flip exchanges them; ``anew`` if their forms have changed too."""
+        places = TensorPlaces(self._tensors, like=None if anew else self._places)
+        left = self._mapped is not None and not self._mapped.in_place()
+        sorts = anew or left or not places.same_devices(self._places)
+        if sorts:
+            self.form = object()
+            self.waiting_form = object() if self.place == "host" else self.form
+        self._places = places
+        if sorts or self._contents:
+            self._choose_exchanges(sorts=sorts, left=left)
 
-    def _sort(self) -> None:
-        """Decides how a flip exchanges each parameter."""
-        mapped = self._mapped if self._mapped is not None else ()
-        rest = {name: tensor for name, tensor in self.lives.items() if name not in mapped}
-        self._small = {name: tensor for name, tensor in rest.items() if self._exchanges(tensor)}
-        self._others = {name: tensor for name, tensor in rest.items() if name not in self._small}
+    def _choose_exchanges(self, *, sorts: bool, left: bool) -> None:
+        """Decides how a flip exchanges each parameter; ``left`` if parameters have left the memory that is mapped."""
+        begun = any(one.begun for one in self._exchanges if isinstance(one, MappedSet | Contents))
+        if left:  # second copies stay, and contents are exchanged from now on
+            self._mapped, self._may_move = None, False
+        if sorts:
+            mapped = self._mapped if self._mapped is not None else ()
+            rest = {name: self.lives[name] for name in self._waiting if name not in mapped}
+            ways = {name: self._way(tensor) for name, tensor in rest.items()}
+            self._contents, chunks, pointers = (
+                {name: tensor for name, tensor in rest.items() if ways[name] is way}
+                for way in (Contents, Chunks, Pointers)
+            )
+            # What goes by chunks or pointers notes no addresses, and how far it has come.
+            self._others = [one for one in self._exchanges if one.begun and not isinstance(one, MappedSet | Contents)]
+            if not self._others and chunks:
+                self._others.append(Chunks(chunks, self._waiting))
+            if pointers and not any(isinstance(one, Pointers) for one in self._others):
+                self._others.append(Pointers(pointers, self._waiting))
+        self._exchanges = [*([self._mapped] if self._mapped is not None else []), *self._others]
+        if self._contents:
+            contents = Contents(self._contents, self._waiting, waits=self._waits, begun=begun)
+            self._exchanges.insert(len(self._exchanges) - len(self._others), contents)
 
-    def _exchanges(self, tensor: torch.Tensor) -> bool:
-        """True if a flip exchanges a parameter's contents in the launch for all small ones."""
-        limit = _EXCHANGED_BYTES.get(tensor.device.type, 0)
-        small = tensor.nbytes < limit or (self._keep_storage and limit > 0)
-        if self.place != "device" or not small or not tensor.numel() or not _is_dense(tensor):
-            return False
-        return tensor.device == self._tensors[0].device
-
-    def _placed(self) -> _Placing:
-        """The placing of both sets as they lie now."""
-        pairs = [(tensor, self._waiting[name]) for name, tensor in self._small.items() if name in self._waiting]
-        return _Placing(TensorPlaces(self._tensors), MemoryExchange(pairs) if pairs else None)
-
-    def _after(self) -> _Placing:
-        """The placing after a flip, which is the one before the flip before."""
-        now = self._placing
-        if self.moves_contents or self.place == "none" or not self._others:
-            return now
-        if now.flipped is None:
-            lives = (self.lives | {name: self._waiting[name] for name in self._others}).values()
-            now.flipped = _Placing(TensorPlaces(list(lives), like=now.live), now.exchange, now)
-        return now.flipped
-
-    def _undo_chunks(self) -> None:
-        for number, (live, waiting) in enumerate(self._chunks()):
-            if number < self._done:
-                live.copy_(waiting)
-            elif number == self._done and self._in_scratch:
-                old = self._scratch_for(live)
-                live.copy_(old)
-                waiting.copy_(old)
-            else:
-                return
-
-    def _swap(self, name: str, tensor: torch.Tensor) -> None:
-        waiting = self._waiting[name]
-        old = tensor.data
-        tensor.data = waiting
-        self._waiting[name] = old
-
-    def _reset_progress(self) -> None:
-        if self._mapped is not None:
-            self._mapped.begin()
-        self._done = 0
-        self.torn = self._in_scratch = self._exchanged = self._flipped = False
-
-    def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields chunks of live and staged memory, always in the same order."""
-        for name, tensor in self._others.items():
-            yield from _chunks_of(bits(tensor.data), bits(self._waiting[name]), _elements_at_once(tensor))
-
-    def _scratch_for(self, live: torch.Tensor) -> torch.Tensor:
-        size_bytes = live.numel() * live.element_size()
-        return self._scratch[live.device][:size_bytes].view(live.dtype).view(live.shape)
-
-
-def _elements_at_once(tensor: torch.Tensor) -> int:
-    return min(tensor.numel(), max(1, _CHUNK_BYTES // tensor.element_size()))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill one run of memory without gaps, in any order of dimensions."""
-    run = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
-        if size == 1:
-            continue
-        if stride != run:
-            return tensor.numel() == 0
-        run *= size
-    return True
-
-
-def _chunks_of(live: torch.Tensor, waiting: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields views of at most ``elements`` elements of two tensors with the same strides; flat if there are no gaps."""
-    if not live.numel():
-        return
-    if live.dim() != 1 and _is_dense(live):
-        flat = (live.numel(),), (1,)
-        live = live.as_strided(*flat, live.storage_offset())
-        waiting = waiting.as_strided(*flat, waiting.storage_offset())
-    if live.numel() <= elements:
-        yield live, waiting
-        return
-    dim = max(range(live.dim()), key=lambda dim: (live.shape[dim] > 1, live.stride(dim)))
-    size = live.shape[dim]
-    step = max(1, elements // (live.numel() // size))
-    for start in range(0, size, step):
-        count = min(step, size - start)
-        yield from _chunks_of(live.narrow(dim, start, count), waiting.narrow(dim, start, count), elements)
+    def _way(self, tensor: torch.Tensor) -> type[Contents | Chunks | Pointers]:
+        """How a flip exchanges a parameter that is not mapped."""
+        if self.place != "device":
+            return Chunks
+        if tensor.device.type not in _ONE_LAUNCH:
+            return Chunks if self._keep_storage else Pointers
+        whole = tensor.device == self._tensors[0].device and tensor.numel() and is_dense(tensor)
+        return Contents if whole else Chunks

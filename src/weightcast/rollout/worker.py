@@ -112,6 +112,7 @@ class RolloutWorker:
             tp_size=tp_size,
             device=device,
             staging=settings.staging,
+            may_move=True,
         )
         self._steps = StepCounter(device)
         self._beside = BesideSteps(self._receiver, self._steps)

@@ -12,6 +12,12 @@ _dtype_of = attrgetter("dtype")
 _device_of = attrgetter("device")
 
 
+def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Address of the first element of each tensor."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  calls of subclasses take longer
+        return tuple(map(torch.Tensor.data_ptr, tensors))
+
+
 class TensorPlaces:
     """Address, device, dtype, shape and strides of some tensors at one moment.  It keeps none of them alive.
 
@@ -22,7 +28,7 @@ class TensorPlaces:
     def __init__(self, tensors: Sequence[torch.Tensor], *, like: TensorPlaces | None = None) -> None:
         """Reads each tensor; ``like`` has places of the same tensors in the same form."""
         self._devices = list(map(_device_of, tensors))
-        self.addresses = tuple(map(torch.Tensor.data_ptr, tensors))
+        self.addresses = addresses_of(tensors)
         if like is not None:
             self._dtypes, self._shapes, self._strides = like._dtypes, like._shapes, like._strides
             return

@@ -5,21 +5,16 @@ Engine ranks of one kind want the same boxes, so one pack serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weightcast.digest.copies import Flat, bits, copy_all
-from weightcast.digest.pieces import TensorPiece as TensorPiece
-from weightcast.digest.pieces import Transfer
-from weightcast.digest.templates import Placed, Template, flat_stand_in
-from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
-from weightcast.exporters.held_parts import region
+from weightcast.digest.copy_program import CopyProgram, CopyStep, View, flat_stand_in, view_of_slot
 from weightcast.wire.box import Box, contiguous_strides
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.pieces import ALIGNMENT_BYTES, Piece, PieceMessage, Wanted, plan_message
+from weightcast.wire.pieces import ALIGNMENT_BYTES, PieceMessage, Wanted, plan_message
 
 Parts = Sequence[tuple[int, Box]]
 
@@ -46,7 +41,7 @@ class Packs:
         self._kinds = kinds
         self._read = read
         self._plans: dict[int, PackPlan] = {}
-        self._steps: dict[int, _PackSteps] = {}
+        self._programs: dict[int, CopyProgram] = {}
 
     def plan(self, layout: BucketLayout, parts: Parts) -> PackPlan:
         """The pieces of a bucket."""
@@ -68,59 +63,21 @@ class Packs:
         """
         if not plan.packed_bytes:
             return
-        if not transfers_on(out.device):
-            _copy(bucket, out, _packed(plan))
-            return
-        steps = self._steps.get(plan.layout.index)
-        if steps is None or steps.plan is not plan or steps.device != out.device:
-            steps = self._steps[plan.layout.index] = _steps_of(plan, out.device)
-        addresses = bucket.data.data_ptr(), out.data_ptr()
-        steps.launches.run(addresses, lambda: Placed(steps.template, addresses), summed=False)
-        _copy(bucket, out, steps.rest)
+        program = self._programs.get(plan.layout.index)
+        if program is None or not program.is_for(plan, [bucket.data, out]):
+            program = self._programs[plan.layout.index] = _program_of(plan, out.device)
+        program.run([bucket.data, out], summed=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _PackSteps:
-    """The copies of a plan wherever the bucket and the packs lie; ``rest`` has the pieces that are no transfers."""
-
-    plan: PackPlan
-    device: torch.device
-    template: Template
-    launches: PlacedLaunches
-    rest: list[tuple[int, Piece]]
-
-
-def _steps_of(plan: PackPlan, device: torch.device) -> _PackSteps:
-    bucket, out = Bucket(plan.layout, flat_stand_in(plan.layout.size_bytes)), Flat(flat_stand_in(plan.packed_bytes))
-    transfers, rest = list[Transfer](), list[tuple[int, Piece]]()
-    for start, piece in _packed(plan):
-        target, source = _views(bucket, out, start, piece)
-        transfer = Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target)
-        if can_transfer(transfer):
-            transfers.append(transfer)
-        else:
-            rest.append((start, piece))
-    template = Template(transfers, [(0, 1)] * len(transfers), device)
-    return _PackSteps(plan, device, template, PlacedLaunches(device, 1), rest)
-
-
-def _packed(plan: PackPlan) -> Iterator[tuple[int, Piece]]:
-    """The packed pieces, each with the first byte of its pack."""
+def _program_of(plan: PackPlan, device: torch.device) -> CopyProgram:
+    """The copies of a plan wherever the bucket and the packs lie."""
+    steps: list[CopyStep] = []
     for message, start in zip(plan.messages, plan.starts, strict=True):
         for piece in message.pieces:
             if not piece.straight:
-                yield start, piece
-
-
-def _views(bucket: Bucket, out: Flat, start: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of a piece in the packs, and in the bucket."""
-    slot = bucket.layout.slots[piece.slot]
-    dtype, source = slot.spec.torch_dtype, region(bucket, slot, piece.box)
-    offset = (start + piece.offset_bytes) // dtype.itemsize
-    return out.region(dtype, source.shape, contiguous_strides(piece.box.shape), offset, as_bits=False), source
-
-
-def _copy(bucket: Bucket, out: torch.Tensor, pieces: Iterable[tuple[int, Piece]]) -> None:
-    flat = Flat(out)
-    pairs = [_views(bucket, flat, start, piece) for start, piece in pieces]
-    copy_all([bits(target) for target, _ in pairs], [bits(source) for _, source in pairs])
+                source = view_of_slot(plan.layout.slots[piece.slot], piece.box)
+                first = (start + piece.offset_bytes) // source.dtype.itemsize
+                target = View(1, source.dtype, source.shape, contiguous_strides(source.shape), first)
+                steps.append(CopyStep(source, target, source.shape))
+    memories = [flat_stand_in(plan.layout.size_bytes), flat_stand_in(plan.packed_bytes)]
+    return CopyProgram(steps, memories, device, num_sums=1, form=plan)

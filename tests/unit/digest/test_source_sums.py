@@ -110,7 +110,7 @@ def test_weights_of_now_are_summed_whatever_became_of_their_memory():
 
 def test_what_is_summed_while_it_is_copied_is_not_read_again(monkeypatch):
     assert transfers_on(CPU)
-    monkeypatch.setattr(own_parts.OwnParts, "_sum_views", None)
+    monkeypatch.setattr(own_parts.OwnParts, "_sums", None)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     for bucket_bytes in (64, 4096):
         sums, gathered, _, _ = summed(ModuleExporter(model), ALONE, bucket_bytes=bucket_bytes)

@@ -17,7 +17,7 @@ from weightcast.receiver.staging import StagingSet
 def mapper(monkeypatch):
     found = HostMapper()
     monkeypatch.setattr(staging, "mapper_of", lambda device: found)
-    monkeypatch.setattr(staging, "_EXCHANGED_BYTES", {"cpu": 1 << 30})  # the rest in one launch, as on a GPU
+    monkeypatch.setattr(staging, "_ONE_LAUNCH", {"cpu"})  # for the rest, as on a GPU
     return found
 
 
@@ -305,7 +305,6 @@ def test_parameters_made_in_inference_mode_stay_so(mapper):
     ("place", "options"),
     [
         ("device", {"keep_storage": True}),
-        ("device", {"may_move": True}),
         ("host", {"keep_storage": True, "may_move": True}),
         ("none", {"keep_storage": True, "may_move": True}),
     ],

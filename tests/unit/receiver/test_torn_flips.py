@@ -9,7 +9,7 @@ from tests.helpers.models import weights_of
 from tests.helpers.session_bench import Bench
 from tests.helpers.sessions import Sender
 from tests.helpers.torn import OUT_OF_MEMORY, FailingCopy, tear
-from weightcast.receiver import staging as module
+from weightcast.receiver import exchanges
 from weightcast.wire.messages import Readback
 
 PLACES = ["device", "device that keeps storage", "host"]
@@ -24,7 +24,7 @@ def tp_size(request):
 @pytest.fixture
 def made(request, tp_size, monkeypatch):
     """An engine that serves version 1, which was proven."""
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 64)  # several chunks for tensors this small
+    monkeypatch.setattr(exchanges, "_CHUNK_BYTES", 64)  # several chunks for tensors this small
     where = request.param
     bench = Bench(staging=where.split()[0], tp_size=tp_size, keep_storage="keeps" in where)
     bench.update(1)

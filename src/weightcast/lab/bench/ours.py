@@ -106,6 +106,7 @@ class Engine:
             device=side.device,
             finishers=[self._finished],
             staging=self._staging,
+            may_move=True,
         )
         self._worker = _ReceiverWorker(receiver, side.decoding.steps)
         executor = LocalExecutor(self._worker)
