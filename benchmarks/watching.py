@@ -151,7 +151,8 @@ class Engine(ours.Engine):
     def prepare(self) -> None:
         """As ``Engine.prepare``."""
         super().prepare()
-        handler: Any = self._receiving
+        served: Any = self._served
+        handler = served.engine
         self.switch = Switch(handler._events, silent={"_watchers": ()}, hands="_tell")
 
     def watchers(self) -> Sequence[SessionWatcher]:

@@ -169,22 +169,26 @@ class CopyProgram:
         """True if a launch takes all sums."""
         return self._sums_all
 
-    def prepare(self, memories: Sequence[torch.Tensor]) -> None:
-        """Makes the tables for memories that lie here; nothing is read."""
+    def prepare(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...] | None = None) -> None:
+        """Makes the tables for memories that lie here; nothing is read.  ``addresses`` are as for ``run``."""
         if self._launches is not None:
-            addresses = addresses_of(memories)
+            addresses = addresses or addresses_of(memories)
             self._launches.prepare(addresses, partial(self._placed, memories, addresses))
 
     def run(
         self,
         memories: Sequence[torch.Tensor],
+        addresses: tuple[int, ...] | None = None,
         *,
         summed: bool = True,
         on_cast: Callable[[CopyStep, torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
         """Copies and sums.  Enqueued on the current stream of a GPU, done on a CPU.
 
-        ``on_cast`` is called with each of ``rest`` that is cast, and the values that it is cast from.
+        Args:
+            addresses: Those of the memories, if they are known: there may be tens of thousands.
+            summed: False if nobody needs the sums.
+            on_cast: Called with each of ``rest`` that is cast, and the values that it is cast from.
 
         Returns:
             The sums, int64 ``[num_sums]`` on the device, to be read mod 2**64; None if a launch does not take all of
@@ -192,15 +196,15 @@ class CopyProgram:
         """
         sums: torch.Tensor | None = None
         if self._launches is not None:
-            addresses = addresses_of(memories)
+            addresses = addresses or addresses_of(memories)
             sums = self._launches.run(addresses, partial(self._placed, memories, addresses), summed=summed)
         self._copy_rest(memories, on_cast)
         return sums if summed and self._sums_all else None
 
-    def sums(self, memories: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sums(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...] | None = None) -> torch.Tensor:
         """The sums of steps that copy nothing, one for each in order: by a launch, or by torch."""
         if self._launches is not None and self._sums_all:
-            found = self.run(memories)
+            found = self.run(memories, addresses)
             assert found is not None
             return found
         viewed = _Viewed(dict(enumerate(memories)))

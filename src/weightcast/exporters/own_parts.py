@@ -168,14 +168,14 @@ class OwnParts:
         if copies:
             copying = self._copies(look)
             if data is not None:
-                copying.program.prepare([*found.tensors, data])
+                copying.program.prepare([*found.tensors, data], (*found.addresses, data.data_ptr()))
             if steps.rest and data is not None:
                 bucket = Bucket(self._layout, data)
                 self._held.prepare_all(bucket, steps.rest, lambda: self._writes(steps.rest, bucket))
             summed = copying.program.sums_all and not steps.rest
         if sums and not summed:
             for one in self._sums(look):
-                one.program.prepare(found.tensors)
+                one.program.prepare(found.tensors, found.addresses)
 
     def copy_into(self, bucket: Bucket, taker: Taker | None, look: PartsSeen) -> torch.Tensor | None:
         """Copies the parts into the bucket.  Computed values are summed there.
@@ -187,7 +187,8 @@ class OwnParts:
         copying = self._copies(look)
         # Of some slots there would be no sum otherwise: then all parts are summed where they lie.
         summed = taker is not None and copying.program.sums_all and not steps.rest
-        sums = copying.program.run([*found.tensors, bucket.data], summed=summed)
+        addresses = (*found.addresses, bucket.data.data_ptr())
+        sums = copying.program.run([*found.tensors, bucket.data], addresses, summed=summed)
         if taker is not None and sums is not None:
             taker.add(self._places, sums)
             self._saw(copying.program, taker)
@@ -207,7 +208,7 @@ class OwnParts:
         """Sums the parts where they lie, unless they were summed while they were copied."""
         steps, sums = look[0], self._sums(look)
         for one in sums:
-            taker.add(one.places, one.program.sums(look[1].tensors))
+            taker.add(one.places, one.program.sums(look[1].tensors, look[1].addresses))
         if len(sums) == 1 and not steps.summed_anew:
             self._saw(sums[0].program, taker)
         scratch = Scratch()

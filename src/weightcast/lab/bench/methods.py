@@ -94,10 +94,14 @@ class TrainerSide(Side):
 
 @dataclass(slots=True, kw_only=True)
 class EngineSide(Side):
-    """An engine process: ``engine`` has the live parameters, ``decoding`` generates with them meanwhile."""
+    """An engine process: ``engine`` has the live parameters, ``decoding`` generates with them meanwhile.
+
+    ``served`` has what several methods share: a model's parameters have one second set.
+    """
 
     engine: SyntheticEngine
     decoding: Decoding
+    served: dict[object, Any] = field(default_factory=dict[object, Any])
 
 
 class Half(Protocol):

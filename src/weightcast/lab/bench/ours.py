@@ -82,22 +82,57 @@ class Trainer:
 
 
 class Engine:
-    """A receiver behind HTTP, in a thread of the engine's process."""
+    """A receiver behind HTTP, which methods with the same settings share, as the updates of one engine do."""
 
     def __init__(self, side: EngineSide, *, staging: str = "auto", **_: Any) -> None:
         self._side = side
-        self._staging: Any = staging
-        self._done = threading.Event()
-        self._usable_at = 0.0
-        self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
-        self._worker: _ReceiverWorker | None = None
-        self._receiving: SessionHandler | None = None
+        self._key = type(self), staging
+        self._served: _Served | None = None
         self._counting = Counting(side)
 
     def prepare(self) -> None:
-        """Records the loader, allocates the staging set and starts the server."""
-        side = self._side
+        """Records the loader, allocates the staging set and starts the server, unless another method has."""
+        self._served = self._side.served.get(self._key)
+        if self._served is None:
+            self._served = _Served(self._side, staging=self._key[1], watchers=self.watchers())
+            self._side.served[self._key] = self._served
+        self._served.users += 1
+        for pipe in self._side.pipes:
+            pipe.send(self._served.url)
+
+    def watchers(self) -> Sequence[SessionWatcher]:
+        """Returns the watchers of the engine's sessions."""
+        return ()
+
+    def update(self, version: int) -> dict[str, float]:
+        """Waits until the weights are proven; they are usable once the finishers have run."""
+        served = self._served
+        assert served is not None
+        with self._counting:
+            if not (served.done.wait(300.0) and self._side.decoding.settled.wait(300.0)):
+                raise TimeoutError("no update arrived")
+        served.done.clear()
+        return {"usable_at": served.usable_at}
+
+    def close(self) -> None:
+        """Stops the server and releases the weights, if no other method uses them."""
+        served, self._served = self._served, None
+        if served is None:
+            return
+        served.users -= 1
+        if not served.users:
+            del self._side.served[self._key]
+            served.close()
+
+
+class _Served:
+    """The receiver and its server, in a thread of the engine's process."""
+
+    def __init__(self, side: EngineSide, *, staging: Any, watchers: Sequence[SessionWatcher]) -> None:
+        self._side = side
+        self.users = 0
+        self.done = threading.Event()
+        self.usable_at = 0.0
         expected = [TensorSpec(name=place.name, dtype="bfloat16", shape=place.shape) for place in side.shape.places]
         receiver = WeightReceiver(
             side.engine,
@@ -105,11 +140,10 @@ class Engine:
             expected=expected,
             device=side.device,
             finishers=[self._finished],
-            staging=self._staging,
+            staging=staging,
             may_move=True,
         )
         self._worker = _ReceiverWorker(receiver, side.decoding.steps)
-        executor = LocalExecutor(self._worker)
         facts = EngineFacts(
             engine=f"weightcast {__version__}",
             model=side.shape.name,
@@ -120,9 +154,9 @@ class Engine:
             reads_remote=not nixl.missing(),
             specs=tuple(expected),
         )
-        engine = self._receiving = SessionHandler(executor, side.decoding, facts, watchers=self.watchers())
+        self.engine = SessionHandler(LocalExecutor(self._worker), side.decoding, facts, watchers=watchers)
         app = FastAPI()
-        app.include_router(weight_routes(engine))
+        app.include_router(weight_routes(self.engine))
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         # With another protocol number asyncio leaves Nagle's algorithm on, and every answer takes 40 ms.
         listening.bind(("127.0.0.1", 0))
@@ -133,35 +167,19 @@ class Engine:
         deadline = time.monotonic() + _START_S
         while not self._server.started and time.monotonic() < deadline:
             time.sleep(0.01)
-        for pipe in side.pipes:
-            pipe.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
-
-    def watchers(self) -> Sequence[SessionWatcher]:
-        """Returns the watchers of the engine's sessions."""
-        return ()
-
-    def update(self, version: int) -> dict[str, float]:
-        """Waits until the weights are proven; they are usable once the finishers have run."""
-        with self._counting:
-            if not (self._done.wait(300.0) and self._side.decoding.settled.wait(300.0)):
-                raise TimeoutError("no update arrived")
-        self._done.clear()
-        return {"usable_at": self._usable_at}
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
     def close(self) -> None:
         """Stops the server and releases the weights."""
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._thread.join(10.0)
-        if self._receiving is not None:
-            self._receiving.close()  # its watchdog thread would keep the staging set alive
-        if self._worker is not None:
-            self._worker.close()
+        self._server.should_exit = True
+        self._thread.join(10.0)
+        self.engine.close()  # its watchdog thread would keep the staging set alive
+        self._worker.close()
 
     def _finished(self) -> None:
         synchronize(self._side.device)
-        self._usable_at = time.monotonic()
-        self._done.set()
+        self.usable_at = time.monotonic()
+        self.done.set()
 
 
 class _ReceiverWorker:
