@@ -268,7 +268,8 @@ def test_an_exchange_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPat
     model = Model()
     model.receive()
     second: StagingSet = model.derivation._second
-    whole = second._chunks
+    [chunks] = second._exchanges
+    whole = chunks._chunks
 
     def part() -> Any:
         for number, pair in enumerate(whole()):
@@ -276,7 +277,7 @@ def test_an_exchange_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPat
                 raise RuntimeError("the device has failed")
             yield pair
 
-    monkeypatch.setattr(second, "_chunks", part)
+    monkeypatch.setattr(chunks, "_chunks", part)
     with pytest.raises(RuntimeError, match="the device has failed"):
         model.commit()
     monkeypatch.undo()
