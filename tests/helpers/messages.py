@@ -134,7 +134,6 @@ EXAMPLES = {
         ),
         verify="none",
         way="messages",
-        known_tables=("0" * 32,),
     ),
     "prepare with sources": Prepare(
         plan=UpdateTables((SPEC, SCALAR), (PLANNED,)),

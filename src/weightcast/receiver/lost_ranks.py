@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from weightcast.errors import EngineFailure
 from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import decode, decode_rank_ack, encode
 from weightcast.wire.held import HeldTable
-from weightcast.wire.messages import Close, Commit, Message, Open, Prepare, Readback, Revert
+from weightcast.wire.messages import Message, Open, Prepare
 from weightcast.wire.plans import UpdateTables
 
 GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
@@ -20,7 +18,7 @@ _LOOK_S = 1.0  # longest single wait for answers, short enough to notice that th
 _STOOD_STILL_S = 0.5  # a wait that ends this much too late: longer than a busy machine explains
 
 Receive = Callable[[set[int], float], dict[int, bytes]]
-_NAMES_TABLES = Close | Commit | Revert | Readback | Prepare
+_END = b"\n"  # of the names of tables
 _OK, _FAILED = b"+", b"-"
 
 
@@ -34,13 +32,15 @@ class FarRanks:
         self._tables: dict[str, HeldTable] = {}  # of the ranks' parts, which stay the same
 
     def _encode(self, message: Message) -> bytes:
-        """Encodes a message for the ranks.  Each keeps at least the plan that it was sent last."""
-        if isinstance(message, _NAMES_TABLES):
-            message = msgspec.structs.replace(message, known_tables=tuple(self._tables))
+        """The frame for the ranks: the tables that their answers may name, and the message.
+
+        Each rank keeps at least the plan that it was sent last.
+        """
+        tables = ",".join(self._tables).encode() + _END
         if not isinstance(message, Open | Prepare) or message.plan is None:
-            return encode(message)
+            return tables + encode(message)
         known, self._told = self._told, message.plan
-        return encode(message, named=message.plan == known)
+        return tables + encode(message, named=message.plan == known)
 
     def _decode(self, reply: bytes) -> RankAck:
         """Decodes a rank's answer; its table of parts comes once."""
@@ -117,14 +117,12 @@ def answer_work(do: Callable[[], bytes]) -> bytes:
 
 def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
     """A reply for the message lane: the rank's ack, or the error that the worker raised."""
-    known: tuple[str, ...] = ()
+    tables, _, message = frame.partition(_END)
     try:
-        message = decode(frame)
-        known = message.known_tables if isinstance(message, _NAMES_TABLES) else ()
-        ack = worker.apply(message)
+        ack = worker.apply(decode(message))
     except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
         ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
-    return encode(ack, known_tables=known)
+    return encode(ack, known_tables=tables.decode().split(","))
 
 
 def failures_in(replies: dict[int, bytes]) -> dict[int, str]:

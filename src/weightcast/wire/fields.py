@@ -27,7 +27,6 @@ Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._
 Port = Annotated[int, Meta(ge=1, le=65535)]
 TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
 RankSteps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
-KnownTables = Annotated[tuple[PlanHash, ...], Meta(max_length=1 << 14)]
 _T = TypeVar("_T")
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 

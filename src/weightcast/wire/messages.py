@@ -24,7 +24,6 @@ from weightcast.wire.fields import (
     Digest,
     GroupName,
     Host,
-    KnownTables,
     PlanHash,
     Port,
     Rank,
@@ -37,7 +36,7 @@ from weightcast.wire.fields import (
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
 from weightcast.wire.plans import UpdateTables
 
-PROTOCOL = 9
+PROTOCOL = 10
 Way = Literal["buckets", "memory", "messages", "reads"]
 # Paths at which an engine gives chunks of its weights to another engine, and tells which boxes its ranks want.
 CHUNK = "/weightcast/chunk"
@@ -97,7 +96,6 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             through NIXL; "buckets" if they will get whole buckets.
         sources: Source of each bucket in shared memory, which engine ranks map; empty if there is no such memory, or if
             it is not known yet.  An update may come with others.
-        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     plan: UpdateTables
@@ -105,7 +103,6 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify: VerifyLevel
     way: Way = "buckets"
     sources: Annotated[tuple[Source, ...], Meta(max_length=MAX_BUCKETS)] = ()
-    known_tables: KnownTables = ()
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
@@ -175,13 +172,11 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         by_name: True asks for the digest of each tensor instead of one for all.  Thousands of digests take time while
             engines wait to switch, and are needed only to name the tensors of a failure.
-        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
     buckets: Annotated[int, Meta(ge=0, le=1 << 32)]
     by_name: bool = False
-    known_tables: KnownTables = ()
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="commit"):
@@ -193,13 +188,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         digest: Model digest that the engine's tensors must have, in the dtypes that it keeps and without those that it
             cannot read back; empty without proof.
         reads_back: Set inside an engine, for its ranks: False if the engine goes on, and a ``Readback`` follows.
-        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
     digest: Digest = ""
     reads_back: bool = True
-    known_tables: KnownTables = ()
 
 
 class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="revert"):
@@ -208,14 +201,10 @@ class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     An engine with a second set of weights can do this until the next Open or until it sleeps.  It pauses, switches,
     runs the finishers, compares its weights with the digest that it served before, and resumes.  The answer has the old
     version and the digests of the live weights.  Like ``Commit``, it may be sent again.
-
-    Attributes:
-        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
     reason: Text = ""
-    known_tables: KnownTables = ()
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
@@ -226,12 +215,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="readback"):
-    """Asks for digests of the live weights, which the loader's routes lead to.  Changes nothing.
-
-    ``known_tables`` are hashes of the tables of parts that a rank's answer may name without sending them.
-    """
-
-    known_tables: KnownTables = ()
+    """Asks for digests of the live weights, which the loader's routes lead to.  Changes nothing."""
 
 
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
