@@ -217,7 +217,7 @@ def test_malformed_answer_is_refused(data):
 def test_an_older_engine_would_refuse_what_open_says_now_so_the_protocol_tells_them_apart():
     told = {name: value for name, value in json.loads(encode(OPEN)).items() if name != "traceparent"}
     assert decode(json.dumps(told).encode()) == OPEN  # what an older trainer sends is understood
-    assert messages.PROTOCOL == 9
+    assert messages.PROTOCOL == 10
 
 
 @pytest.mark.parametrize("steps", [[["wire"]], [["wire", -1, 0, 1]], [["w" * 65, 0, 0, 1]], [["wire", 0, "x", 1]], "x"])
