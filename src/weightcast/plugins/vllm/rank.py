@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 
@@ -18,8 +17,7 @@ from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.plugins.vllm.sleeper import Sleeper
 from weightcast.receiver import WeightReceiver
-from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Message, Open
+from weightcast.wire.messages import Open
 
 
 class VllmRank(SwitchRank, Sleeper):
@@ -44,7 +42,7 @@ class VllmRank(SwitchRank, Sleeper):
         super().__init__(receiver.rank, receiver.device)
         self.receiver = receiver
         self._vllm_config = vllm_config
-        self._not_updated = not_updated
+        receiver.loader.not_updated += not_updated
         self._ends_with_server = ends_with_server
         self._switched: torch.cuda.Event | None = None
         self._why_not = ""
@@ -87,13 +85,6 @@ class VllmRank(SwitchRank, Sleeper):
     def wake(self) -> None:
         """Implements ``Sleeper.wake``."""
         self.stage_again()
-
-    def apply(self, message: Message) -> RankAck:
-        """Implements ``SwitchRank.apply`` and names what no update writes."""
-        ack = super().apply(message)
-        if not self._not_updated:
-            return ack
-        return msgspec.structs.replace(ack, not_updated=(*ack.not_updated, *self._not_updated))
 
     def step_unless(self, why_not: str, *, goes_on: bool = False) -> tuple[bool, str]:
         """As ``step``, unless there is a reason not to switch, which then becomes the answer of this rank.
