@@ -23,6 +23,7 @@ from weightcast.receiver.staging import StagingSet
 from weightcast.runtime.pace import slices
 from weightcast.runtime.recorded_launches import LaunchRecorder, side_by_side
 from weightcast.runtime.streams import wait_for_streams
+from weightcast.runtime.tensor_places import TensorPlaces
 
 log = logging.getLogger("vllm.weightcast")
 _PACED_BYTES = 4 << 30  # of the loaded form; an H200 derives so much of a dense model in 6 ms, where a step takes 5
@@ -50,7 +51,7 @@ class Derivation(Sleeper):
         self._recorders: Sequence[LaunchRecorder] = ()
         self._waiting = self._second = StagingSet({}, "none")
         self._mapped_bytes = 0
-        self._places: tuple[int, int] | None = None  # None if nothing is derived ahead
+        self._places: tuple[TensorPlaces, TensorPlaces] | None = None  # None if nothing is derived ahead
         self._addresses: list[int] = []  # where all tensors lay when their work was recorded
         self._allocated = True
         # The contents, by their number in ``_waiting``, of which the live derived tensors and the second ones are made.
