@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from weightcast.digest.copies import bits
-from weightcast.plugins.vllm.sleeper import Sleeper
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.plugins.vllm.twin_layer import TwinLayer, spoil
+from weightcast.plugins.vllm.two_sets import TwoSets
 from weightcast.receiver.coverage import overlapping
 from weightcast.receiver.staging import StagingSet
 from weightcast.runtime.pace import slices
@@ -29,7 +29,7 @@ log = logging.getLogger("vllm.weightcast")
 _PACED_BYTES = 4 << 30  # of the loaded form; an H200 derives so much of a dense model in 6 ms, where a step takes 5
 
 
-class Derivation(Sleeper):
+class Derivation(TwoSets):
     """Makes the live form of the loaded one, for all layers of a model.
 
     Attributes:
@@ -158,21 +158,21 @@ class Derivation(Sleeper):
             self._next = self._waiting.waiting_contents
 
     def fall_asleep(self, *, discard: bool) -> None:
-        """Implements ``Sleeper.fall_asleep`` for the second set."""
+        """Implements ``TwoSets.fall_asleep`` for the second set."""
         if not discard:
             self._second.store()
         self._free()
 
     def let_go(self) -> int:
-        """Implements ``Sleeper.let_go`` for the live tensors that were moved."""
+        """Implements ``TwoSets.let_go`` for the live tensors that were moved."""
         return self._second.let_go()
 
     def restore(self) -> None:
-        """Implements ``Sleeper.restore``."""
+        """Implements ``TwoSets.restore``."""
         self._second.restore()
 
     def wake(self) -> None:
-        """Implements ``Sleeper.wake``.
+        """Implements ``TwoSets.wake``.
 
         Without room for what it derives from, or for the second set, layers are derived at the commit for now.
         """

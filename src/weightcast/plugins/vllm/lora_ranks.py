@@ -18,7 +18,7 @@ from weightcast.errors import ConfigError, Refused, WeightcastError, error_words
 from weightcast.plugins.vllm.lora_slot import LoraSlot, manager_of
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import AdapterOrder
-from weightcast.plugins.vllm.sleeper import Sleeper
+from weightcast.plugins.vllm.two_sets import TwoSets
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.adapters import AdapterRequest
 
@@ -31,7 +31,7 @@ class _Adapter:
     rank: VllmRank
 
 
-class LoraRanks(Sleeper):
+class LoraRanks(TwoSets):
     """The adapters of one worker.  All methods run on its main thread."""
 
     def __init__(self, *, rank: int, device: torch.device, vllm_config: Any, secret: Secret | None) -> None:
@@ -69,7 +69,7 @@ class LoraRanks(Sleeper):
             adapter.slot.keep()
 
     def fall_asleep(self, *, discard: bool) -> None:
-        """Implements ``Sleeper.fall_asleep``; with ``discard`` the adapters are gone."""
+        """Implements ``TwoSets.fall_asleep``; with ``discard`` the adapters are gone."""
         for adapter in self._adapters.values():
             adapter.rank.fall_asleep(discard=False)
         if discard:
@@ -77,7 +77,7 @@ class LoraRanks(Sleeper):
                 self._remove(name)
 
     def wake(self) -> None:
-        """Implements ``Sleeper.wake``."""
+        """Implements ``TwoSets.wake``."""
         for adapter in self._adapters.values():
             adapter.rank.wake()
 

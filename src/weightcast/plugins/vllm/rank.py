@@ -15,12 +15,12 @@ from weightcast.errors import Refused
 from weightcast.plugins.other_hosts import RankInvitation, reach
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.plugins.vllm.rank_protocol import end_vllm
-from weightcast.plugins.vllm.sleeper import Sleeper
+from weightcast.plugins.vllm.two_sets import TwoSets
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.messages import Open
 
 
-class VllmRank(SwitchRank, Sleeper):
+class VllmRank(SwitchRank, TwoSets):
     """Takes messages on a thread of its own; ``step`` runs on the worker's main thread."""
 
     engine = "vLLM"
@@ -67,7 +67,7 @@ class VllmRank(SwitchRank, Sleeper):
             end_vllm(f"rank {self.rank} has lost the API server on another host")
 
     def fall_asleep(self, *, discard: bool) -> None:
-        """Implements ``Sleeper.fall_asleep`` for the staging set."""
+        """Implements ``TwoSets.fall_asleep`` for the staging set."""
         self.receiver.sleep(
             discard=discard,
             lets_go=True,
@@ -75,15 +75,15 @@ class VllmRank(SwitchRank, Sleeper):
         )
 
     def let_go(self) -> int:
-        """Implements ``Sleeper.let_go``."""
+        """Implements ``TwoSets.let_go``."""
         return self.receiver.loader.staging.let_go()
 
     def restore(self) -> None:
-        """Implements ``Sleeper.restore``."""
+        """Implements ``TwoSets.restore``."""
         self.receiver.loader.staging.restore()
 
     def wake(self) -> None:
-        """Implements ``Sleeper.wake``."""
+        """Implements ``TwoSets.wake``."""
         self.stage_again()
 
     def step_unless(self, why_not: str, *, goes_on: bool = False) -> tuple[bool, str]:

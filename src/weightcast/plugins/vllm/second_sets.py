@@ -19,8 +19,8 @@ from weightcast.plugins.vllm.derivation import why_not_ahead
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import VllmSettings, loads_into_pool, reads_in_order
-from weightcast.plugins.vllm.sleeper import Sleeper
 from weightcast.plugins.vllm.start_up import Budget, gib
+from weightcast.plugins.vllm.two_sets import TwoSets
 from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.plugins.vllm.weights_pool import WeightsPool
 from weightcast.receiver.loader import Loader
@@ -56,7 +56,7 @@ class SecondSets:
         self._settings = settings
         self._device = rank.device
         self._pool = pool
-        self._sleepers: list[Sleeper] = [rank, unpacked.derivation, adapters]
+        self._all: list[TwoSets] = [rank, unpacked.derivation, adapters]
         self._asleep: set[str] = set()
         self.staged = False
 
@@ -143,7 +143,7 @@ class SecondSets:
     def fall_asleep(self, level: int) -> None:
         """Frees what waits, before vLLM frees the weights; raises ``Refused`` during an update."""
         if "weights" not in self._asleep:
-            for sleeper in self._sleepers:
+            for sleeper in self._all:
                 sleeper.fall_asleep(discard=level >= 2)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -151,7 +151,7 @@ class SecondSets:
 
     def let_go(self) -> None:
         """Frees the weights that lie outside of vLLM's pool, after vLLM has freed the others."""
-        if freed := sum(sleeper.let_go() for sleeper in self._sleepers):
+        if freed := sum(sleeper.let_go() for sleeper in self._all):
             log.info(
                 "weightcast: rank %d freed %s of weights that vLLM's sleep does not know", self._rank.rank, gib(freed)
             )
@@ -160,7 +160,7 @@ class SecondSets:
         """Brings them back, before vLLM wakes; returns why there is no room for them, or nothing."""
         if "weights" in self._woken(tags):
             try:
-                for sleeper in self._sleepers:
+                for sleeper in self._all:
                     sleeper.restore()
             except torch.OutOfMemoryError as error:
                 return (
@@ -173,7 +173,7 @@ class SecondSets:
         """Allocates what waits again once the weights are back; the KV cache alone changes nothing here."""
         woken = self._woken(tags)
         if "weights" in woken:
-            for sleeper in self._sleepers:  # none raises: vLLM would lose track of the other ranks' answers
+            for sleeper in self._all:  # none raises: vLLM would lose track of the other ranks' answers
                 sleeper.wake()
         self._asleep -= woken
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 
-class Sleeper(ABC):
-    """Something with two sets.  Its methods are called in this order, each for all sleepers of a worker."""
+class TwoSets(ABC):
+    """Something with two sets of weights.  Its methods are called in this order, each for all of a worker."""
 
     @abstractmethod
     def fall_asleep(self, *, discard: bool) -> None:
