@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightcast.receiver.exchanges import Chunks, Pointers
+from weightcast.receiver.exchanges import ChunkExchange, PointerExchange
 from weightcast.receiver.staging import StagingSet
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 32.00 MiB"
@@ -68,7 +68,7 @@ def tear(staging: StagingSet, *, after: int, times: int = 1) -> Cut:
     """Let a flip fail when so many parameters have been exchanged.  With ``times=2`` the undo fails too."""
     cut = Cut({}, after=after, times=times)  # nothing is exchanged without staging
     for exchange in staging._exchanges:
-        if isinstance(exchange, Chunks | Pointers):
+        if isinstance(exchange, ChunkExchange | PointerExchange):
             cut.update(exchange._lives)
             exchange._lives = cut
     return cut

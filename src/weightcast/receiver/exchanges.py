@@ -18,7 +18,7 @@ Tensors = Mapping[str, torch.Tensor]
 _CHUNK_BYTES = 32 << 20
 
 
-class Exchange(Protocol):
+class SetExchange(Protocol):
     """One way to exchange the parameters of two sets."""
 
     @property
@@ -39,7 +39,7 @@ class Exchange(Protocol):
         ...
 
 
-class Contents:
+class ContentExchange:
     """One launch on a GPU exchanges the contents; addresses stay.  The parameters are on one device, without gaps."""
 
     def __init__(self, lives: Tensors, waiting: Tensors, *, waits: bool, begun: bool = False) -> None:
@@ -48,23 +48,23 @@ class Contents:
         self._memory, self._waits, self.begun = MemoryExchange(pairs), waits, begun
 
     def exchange(self) -> None:
-        """Implements ``Exchange.exchange``."""
+        """Implements ``SetExchange.exchange``."""
         self._memory.run(wait=self._waits)
         self.begun = True
 
     def undo(self) -> None:
-        """Implements ``Exchange.undo``."""
+        """Implements ``SetExchange.undo``."""
         if self.begun:
             self._memory.run(wait=self._waits)
             self.begun = False
 
     def begin(self) -> None:
-        """Implements ``Exchange.begin``."""
+        """Implements ``SetExchange.begin``."""
         self.begun = False
 
 
-class Chunks:
-    """Contents go by way of a scratch buffer, chunk by chunk: between devices, and where memory has gaps.
+class ChunkExchange:
+    """ContentExchange go by way of a scratch buffer, chunk by chunk: between devices, and where memory has gaps.
 
     After ``undo`` both sets hold the old contents.
     """
@@ -86,11 +86,11 @@ class Chunks:
 
     @property
     def begun(self) -> bool:
-        """As ``Exchange.begun``."""
+        """As ``SetExchange.begun``."""
         return bool(self._done) or self._in_scratch
 
     def exchange(self) -> None:
-        """Implements ``Exchange.exchange``."""
+        """Implements ``SetExchange.exchange``."""
         for live, waiting in self._chunks():
             old = self._scratch_for(live)
             old.copy_(live)
@@ -101,7 +101,7 @@ class Chunks:
             self._in_scratch = False
 
     def undo(self) -> None:
-        """Implements ``Exchange.undo``."""
+        """Implements ``SetExchange.undo``."""
         if not self.begun:
             return
         for number, (live, waiting) in enumerate(self._chunks()):
@@ -114,7 +114,7 @@ class Chunks:
         self.begin()
 
     def begin(self) -> None:
-        """Implements ``Exchange.begin``."""
+        """Implements ``SetExchange.begin``."""
         self._done, self._in_scratch = 0, False
 
     def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -127,7 +127,7 @@ class Chunks:
         return self._scratch[live.device][:size_bytes].view(live.dtype).view(live.shape)
 
 
-class Pointers:
+class PointerExchange:
     """The parameter objects stay, and get the storage of those that wait: on CPUs, where no graph knows addresses."""
 
     def __init__(self, lives: Tensors, waiting: MutableMapping[str, torch.Tensor]) -> None:
@@ -136,11 +136,11 @@ class Pointers:
 
     @property
     def begun(self) -> bool:
-        """As ``Exchange.begun``."""
+        """As ``SetExchange.begun``."""
         return bool(self._done)
 
     def exchange(self) -> None:
-        """Implements ``Exchange.exchange``."""
+        """Implements ``SetExchange.exchange``."""
         for name, tensor in self._lives.items():
             old = tensor.data
             tensor.data = self._waiting[name]
@@ -148,7 +148,7 @@ class Pointers:
             self._done += 1
 
     def undo(self) -> None:
-        """Implements ``Exchange.undo``."""
+        """Implements ``SetExchange.undo``."""
         for name, tensor in list(self._lives.items())[: self._done][::-1]:
             old = tensor.data
             tensor.data = self._waiting[name]
@@ -156,7 +156,7 @@ class Pointers:
             self._done -= 1
 
     def begin(self) -> None:
-        """Implements ``Exchange.begin``."""
+        """Implements ``SetExchange.begin``."""
         self._done = 0
 
 

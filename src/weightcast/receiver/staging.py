@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from weightcast.errors import ConfigError
-from weightcast.receiver.exchanges import Chunks, Contents, Exchange, Pointers, is_dense
+from weightcast.receiver.exchanges import ChunkExchange, ContentExchange, PointerExchange, SetExchange, is_dense
 from weightcast.receiver.mapped_set import MappedSet
 from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.runtime.mapped_memory import CudaMapper, can_map
@@ -98,8 +98,8 @@ class StagingSet:
         self._tensors = list(self.lives.values())
         self._waiting: dict[str, torch.Tensor] = {}
         self._mapped: MappedSet | None = None
-        self._exchanges: list[Exchange] = []  # in the order of a flip
-        self._others: list[Exchange] = []
+        self._exchanges: list[SetExchange] = []  # in the order of a flip
+        self._others: list[SetExchange] = []
         self._contents: dict[str, torch.Tensor] = {}
         self._places = TensorPlaces([])
         self.form, self.waiting_form = object(), object()
@@ -206,7 +206,7 @@ class StagingSet:
     @property
     def moves_contents(self) -> bool:
         """True if a flip copies contents or maps memory; False if it exchanges pointers, or does nothing."""
-        return any(not isinstance(one, Pointers) for one in self._exchanges)
+        return any(not isinstance(one, PointerExchange) for one in self._exchanges)
 
     def flip(self) -> None:
         """Exchanges the staging set and the live one.  Allocates nothing on a device.
@@ -268,7 +268,7 @@ class StagingSet:
 
     def _choose_exchanges(self, *, sorts: bool, left: bool) -> None:
         """Decides how a flip exchanges each parameter; ``left`` if parameters have left the memory that is mapped."""
-        begun = any(one.begun for one in self._exchanges if isinstance(one, MappedSet | Contents))
+        begun = any(one.begun for one in self._exchanges if isinstance(one, MappedSet | ContentExchange))
         if left:  # second copies stay, and contents are exchanged from now on
             self._mapped, self._may_move = None, False
         if sorts:
@@ -277,24 +277,26 @@ class StagingSet:
             ways = {name: self._way(tensor) for name, tensor in rest.items()}
             self._contents, chunks, pointers = (
                 {name: tensor for name, tensor in rest.items() if ways[name] is way}
-                for way in (Contents, Chunks, Pointers)
+                for way in (ContentExchange, ChunkExchange, PointerExchange)
             )
             # What goes by chunks or pointers notes no addresses, and how far it has come.
-            self._others = [one for one in self._exchanges if one.begun and not isinstance(one, MappedSet | Contents)]
+            self._others = [
+                one for one in self._exchanges if one.begun and not isinstance(one, MappedSet | ContentExchange)
+            ]
             if not self._others and chunks:
-                self._others.append(Chunks(chunks, self._waiting))
-            if pointers and not any(isinstance(one, Pointers) for one in self._others):
-                self._others.append(Pointers(pointers, self._waiting))
+                self._others.append(ChunkExchange(chunks, self._waiting))
+            if pointers and not any(isinstance(one, PointerExchange) for one in self._others):
+                self._others.append(PointerExchange(pointers, self._waiting))
         self._exchanges = [*([self._mapped] if self._mapped is not None else []), *self._others]
         if self._contents:
-            contents = Contents(self._contents, self._waiting, waits=self._waits, begun=begun)
+            contents = ContentExchange(self._contents, self._waiting, waits=self._waits, begun=begun)
             self._exchanges.insert(len(self._exchanges) - len(self._others), contents)
 
-    def _way(self, tensor: torch.Tensor) -> type[Contents | Chunks | Pointers]:
+    def _way(self, tensor: torch.Tensor) -> type[ContentExchange | ChunkExchange | PointerExchange]:
         """How a flip exchanges a parameter that is not mapped."""
         if self.place != "device":
-            return Chunks
+            return ChunkExchange
         if tensor.device.type not in _ONE_LAUNCH:
-            return Chunks if self._keep_storage else Pointers
+            return ChunkExchange if self._keep_storage else PointerExchange
         whole = tensor.device == self._tensors[0].device and tensor.numel() and is_dense(tensor)
-        return Contents if whole else Chunks
+        return ContentExchange if whole else ChunkExchange

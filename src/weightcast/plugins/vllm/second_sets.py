@@ -143,15 +143,15 @@ class SecondSets:
     def fall_asleep(self, level: int) -> None:
         """Frees what waits, before vLLM frees the weights; raises ``Refused`` during an update."""
         if "weights" not in self._asleep:
-            for sleeper in self._all:
-                sleeper.fall_asleep(discard=level >= 2)
+            for one in self._all:
+                one.fall_asleep(discard=level >= 2)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         self._asleep |= {"weights", "kv_cache"}
 
     def let_go(self) -> None:
         """Frees the weights that lie outside of vLLM's pool, after vLLM has freed the others."""
-        if freed := sum(sleeper.let_go() for sleeper in self._all):
+        if freed := sum(one.let_go() for one in self._all):
             log.info(
                 "weightcast: rank %d freed %s of weights that vLLM's sleep does not know", self._rank.rank, gib(freed)
             )
@@ -160,8 +160,8 @@ class SecondSets:
         """Brings them back, before vLLM wakes; returns why there is no room for them, or nothing."""
         if "weights" in self._woken(tags):
             try:
-                for sleeper in self._all:
-                    sleeper.restore()
+                for one in self._all:
+                    one.restore()
             except torch.OutOfMemoryError as error:
                 return (
                     f"rank {self._rank.rank} has no room for its weights, which sleep on: {error}; "
@@ -173,8 +173,8 @@ class SecondSets:
         """Allocates what waits again once the weights are back; the KV cache alone changes nothing here."""
         woken = self._woken(tags)
         if "weights" in woken:
-            for sleeper in self._all:  # none raises: vLLM would lose track of the other ranks' answers
-                sleeper.wake()
+            for one in self._all:  # none raises: vLLM would lose track of the other ranks' answers
+                one.wake()
         self._asleep -= woken
 
     def _woken(self, tags: Sequence[str] | None) -> set[str]:
