@@ -64,7 +64,7 @@ class ContentExchange:
 
 
 class ChunkExchange:
-    """ContentExchange go by way of a scratch buffer, chunk by chunk: between devices, and where memory has gaps.
+    """Contents go by way of a scratch buffer, chunk by chunk: between devices, and where memory has gaps.
 
     After ``undo`` both sets hold the old contents.
     """
