@@ -95,7 +95,7 @@ class WeightReceiver:
             checks: Called before weights are read back; each raises if the model computes with other memory.
             before_commit: Called once all weights of an update wait in the staging set, while the engine goes on, for
                 what finishers then need not do.  Not called where none wait, or the model computes some at the commit.
-            keep_storage: A commit leaves parameters at their addresses; see ``StagingSet``.
+            keep_storage: A commit leaves parameters at their addresses on a CPU too; see ``StagingSet``.
             may_move: Parameters may get other addresses once, here, so that a commit on a GPU copies nothing; see
                 ``StagingSet``.
             between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
