@@ -141,8 +141,8 @@ def test_interrupts_overtake_messages(asked: bool) -> None:
     ended: list[bool] = []
     thread = threading.Thread(target=lambda: ended.append(serve_messages(theirs, worker, rank=3)))
     thread.start()
-    ours.send_bytes(b"A" + encode(Readback()))
-    ours.send_bytes(b"A" + encode(Leave()))
+    ours.send_bytes(b"A\n" + encode(Readback()))
+    ours.send_bytes(b"A\n" + encode(Leave()))
     ours.send_bytes(b"I" + b"enough")
     for _ in range(2):
         assert ours.poll(PATIENCE_S)
