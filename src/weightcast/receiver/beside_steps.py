@@ -26,8 +26,8 @@ class BesideSteps:
 
     def apply(self, message: Message) -> RankAck:
         """As ``WeightReceiver.apply``."""
-        if isinstance(message, Commit):  # the engine is paused, and goes on before its weights are read, or after that
-            self._steps.stand_still(goes_on=not message.reads_back and self._steps.generates())
+        if isinstance(message, Commit):  # the engine is paused, until its weights were read back
+            self._steps.stand_still(goes_on=False)
             self._pace.restart()
         # Steps write no weights, but a switch or a read-back must see what was loaded at the start or woke up.
         with self._stream.current(behind=not isinstance(message, Announce)), paced(self._pace):

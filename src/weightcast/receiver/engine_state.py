@@ -51,26 +51,6 @@ class EngineHooks(Protocol):
 
 
 @runtime_checkable
-class GoesOnUnproven(Protocol):
-    """Hooks of an engine that generates while its new weights are read back, and delivers nothing of it before."""
-
-    def resume_unproven(self, version: int) -> None:
-        """Ends the pause.  What is generated has this version and waits for ``proven`` or ``end_unproven``."""
-        ...
-
-    def proven(self) -> None:
-        """Delivers what waits."""
-        ...
-
-    def end_unproven(self, why: str, timeout_s: float) -> int:
-        """Pauses the engine, and ends each request with an error for which the unproven weights have generated.
-
-        What is generated after a ``resume`` has the version of before again.  Returns the number of these requests.
-        """
-        ...
-
-
-@runtime_checkable
 class Sleeps(Protocol):
     """Hooks of an engine whose memory may sleep in parts."""
 

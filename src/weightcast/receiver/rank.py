@@ -460,7 +460,7 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._load_s = self._did("switch", started)
         self._measured()
-        return self._ack(reads=message.reads_back and session.verify in READ_BACK)
+        return self._ack(reads=session.verify in READ_BACK)
 
     def _switch(self) -> None:
         if self._open is not None:

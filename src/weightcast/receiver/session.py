@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import assert_never
 
@@ -17,7 +17,7 @@ import msgspec
 from weightcast.digest.definition import unequal
 from weightcast.digest.table import Absent
 from weightcast.errors import EngineFailure, Refused, WeightcastError, error_words
-from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, GoesOnUnproven
+from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import (
@@ -42,7 +42,6 @@ from weightcast.receiver.rank_answers import (
     union,
 )
 from weightcast.receiver.session_events import SessionEvents
-from weightcast.report import count_of
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.watch.logs import SessionLog
 from weightcast.watch.sessions import SessionWatcher
@@ -75,7 +74,6 @@ _WATCH_S = 0.2
 _REASON_CHARS = 4096  # of ``Abort.reason``
 _READ_CHUNK_S = 30.0
 _ALONE_S = 300.0  # for work of the ranks that belongs to no session, whose trainer sets no deadline
-_NOT_READ = "the weights could not be read back after the switch"
 _UNOWNED_JOIN_S = 30.0  # a Join outside a session has no lease that could end it
 
 
@@ -444,35 +442,18 @@ class SessionHandler:
             raise Refused("the session was not closed: send Close first, which says whether everything arrived")
         check_fetched(session, message.digest, self._engine.facts.specs, session.unproven)
         self._pause(session)
-        hooks = self._engine.hooks
-        beside = hooks if self._goes_on_unproven(message) and isinstance(hooks, GoesOnUnproven) else None
         try:
-            told = Commit(session=message.session, reads_back=beside is None)
-            acks = self._ranks(told, timeout_s=session.open.timeout_s)
+            acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
         except Refused as error:
             # Some ranks may have switched, or one half way.  They go back now: the trainer may never send an Abort.
             self._abort(Abort(session=message.session, reason=error_words(error)[:_REASON_CHARS]))
             raise
-        stall_s, proofs = 0.0, acks
-        if beside is not None:
-            stall_s = self._go_on(session, lambda: beside.resume_unproven(session.open.version))
-            try:
-                proofs = self._ranks(Readback(), timeout_s=session.open.timeout_s)
-            except Refused as error:
-                raise Refused(self._take_back(session, beside, f"{_NOT_READ}: {error_words(error)}")) from error
-            except Exception as error:
-                self._take_back(session, beside, f"{_NOT_READ}: {error_words(error)}")
-                raise
-        resident = self._fold.fold(proofs)
+        resident = self._fold.fold(acks)
         kept = resident.digest_of(self._engine.facts.specs, session.unproven) if message.digest else ""
         if kept != message.digest:
-            if beside is None:
-                text = f"what is kept differs from what was sent: {self._differing(session, resident)}"
-                # With a second set of weights this brings the old version back.
-                self._abort(Abort(session=message.session, reason=text[:_REASON_CHARS]))
-            else:
-                why = "what is kept differs from what was sent"
-                text = self._take_back(session, beside, why, lambda: self._differing(session, resident))
+            text = f"what is kept differs from what was sent: {self._differing(session, resident)}"
+            # With a second set of weights this brings the old version back.
+            self._abort(Abort(session=message.session, reason=text[:_REASON_CHARS]))
             raise Refused(text)
         self._session = None
         before = self._engine.version, self._engine.digest, self._engine.state != "quarantined"
@@ -480,39 +461,31 @@ class SessionHandler:
         self._engine.digest = None
         self._engine.message = ""
         self._engine.state = "serving"
-        if beside is not None:
-            beside.proven()
-        else:
-            stall_s = self._go_on(session, lambda: self._stamp_and_resume(session))
+        stall_s = self._go_on(session)
         self._engine.digest = kept or None
-        both = [*acks, *proofs] if beside is not None else acks
         answer = self._engine.ack(
             digest=kept,
-            resident_ranks=len(proofs),
+            resident_ranks=len(acks),
             not_updated=session.not_updated,
             unproven=union(ack.unproven for ack in acks),
             stall_s=stall_s,
             message=self.held_back(),
-            **costs(both),
+            **costs(acks),
         )
         answer = self._events.with_steps(answer)
         version, digest, whole = before
         self._last = LastCommit(open=session.open, answer=answer, version=version, digest=digest, whole=whole)
         return answer
 
-    def _goes_on_unproven(self, message: Commit) -> bool:
-        """True if the engine may generate while its new weights are read back: a whole old version can come back."""
-        whole = self._engine.state != "quarantined" and self._engine.version is not None
-        return bool(message.digest) and whole and self._engine.facts.staging != "none"
-
-    def _go_on(self, session: OpenSession, resume: Callable[[], None]) -> float:
+    def _go_on(self, session: OpenSession) -> float:
         """Drops caches and resumes with the new weights; returns the seconds of the pause.
 
         If the hooks fail, it raises their error, and the engine is quarantined with the new version.
         """
         try:
             self._engine.hooks.drop_caches()
-            return self._resume(session, resume)
+            self._engine.hooks.set_version(session.open.version)
+            return self._resume(session)
         except Exception as error:  # the engine's hooks are other people's code
             self._session = None
             self._engine.version = session.open.version
@@ -520,34 +493,6 @@ class SessionHandler:
                 f"version {session.open.version} is in, but not what depends on it: {error_words(error)}"
             )
             raise
-
-    def _stamp_and_resume(self, session: OpenSession) -> None:
-        self._engine.hooks.set_version(session.open.version)
-        self._engine.hooks.resume()
-
-    def _take_back(
-        self, session: OpenSession, hooks: GoesOnUnproven, why: str, which: Callable[[], str] = lambda: ""
-    ) -> str:
-        """Ends what unproven weights have generated, and brings the old version back; returns the whole story.
-
-        ``which`` names the tensors; it is asked once the engine has stopped.
-        """
-        version = session.open.version
-        what = f"version {version} was taken back: {why}"
-        session.paused_at = time.monotonic()
-        try:
-            ended = hooks.end_unproven(what, session.open.timeout_s)
-        except Exception as error:  # such as a step that hangs: under it no rank may switch
-            log.exception("could not pause")
-            self._session = None
-            text = f"{what}; the engine could not be paused to switch back: {error_words(error)}"
-            self._engine.quarantine(text)
-            return text
-        names = which()
-        text = f"{why}: {names}" if names else why
-        text += f"; the engine had gone on with version {version}, and {count_of(ended, 'request')} ended with an error"
-        self._abort(Abort(session=session.open.session, reason=text[:_REASON_CHARS]))
-        return text
 
     def _revert(self, message: Revert) -> Ack:
         last = self._last
@@ -641,12 +586,12 @@ class SessionHandler:
                 )
                 raise
 
-    def _resume(self, session: OpenSession, resume: Callable[[], None] | None = None) -> float:
-        """Ends the session's pause, by ``hooks.resume`` if nothing else is given; returns its seconds."""
+    def _resume(self, session: OpenSession) -> float:
+        """Ends the session's pause; returns its seconds."""
         if session.paused_at is None:
             return 0.0
         began = time.monotonic()
-        (self._engine.hooks.resume if resume is None else resume)()
+        self._engine.hooks.resume()
         self._events.did("resume", began)
         return time.monotonic() - session.paused_at
 

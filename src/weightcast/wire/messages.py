@@ -187,12 +187,10 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         digest: Model digest that the engine's tensors must have, in the dtypes that it keeps and without those that it
             cannot read back; empty without proof.
-        reads_back: Set inside an engine, for its ranks: False if the engine goes on, and a ``Readback`` follows.
     """
 
     session: Session
     digest: Digest = ""
-    reads_back: bool = True
 
 
 class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="revert"):

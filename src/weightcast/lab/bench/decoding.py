@@ -25,7 +25,7 @@ class Decoding:
 
     Attributes:
         steps: Its steps.
-        settled: Clear from a pause until the loop goes on with weights that are proven, or need not be.
+        settled: Clear from a pause until the loop goes on.
     """
 
     def __init__(self, engine: SyntheticEngine, *, enabled: bool) -> None:
@@ -66,19 +66,6 @@ class Decoding:
 
     def set_version(self, version: int) -> None:
         """Does nothing: the loop's output has no version."""
-
-    def resume_unproven(self, version: int) -> None:
-        """Resumes the loop, whose output nobody reads."""
-        self._go.set()
-
-    def proven(self) -> None:
-        """Notes it; no output waits."""
-        self.settled.set()
-
-    def end_unproven(self, why: str, timeout_s: float) -> int:
-        """Pauses the loop, which has no requests."""
-        self.pause("in_place", timeout_s)
-        return 0
 
     def start(self) -> None:
         """Starts the loop if it is enabled."""
