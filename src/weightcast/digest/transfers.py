@@ -79,10 +79,6 @@ class PlacedLaunches:
         self._count = count
         self._known: dict[Hashable, GpuLaunches | on_cpu.CpuLaunches] = {}
 
-    def __contains__(self, place: Hashable) -> bool:
-        """True if the tables for a place are kept."""
-        return place in self._known
-
     def run(
         self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed], *, summed: bool = True
     ) -> torch.Tensor:

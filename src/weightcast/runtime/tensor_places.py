@@ -49,16 +49,6 @@ class TensorPlaces:
         lies = all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self.addresses))
         return lies, not forms or self._alike(tensors)
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if what was worked out for these tensors is right for others: their forms and devices are the same.
-
-        It is right for none whose values are not the bytes of their memory.
-        """
-        lies, alike = self.compare(tensors)
-        if not alike or any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
-            return False
-        return lies or self._devices == list(map(_device_of, tensors))
-
     def same_devices(self, other: TensorPlaces) -> bool:
         """True if each tensor is on the device on which it is in ``other``."""
         return self._devices == other._devices

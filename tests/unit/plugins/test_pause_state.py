@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
@@ -26,19 +25,13 @@ MODES = get_args(PauseMode)
 TAGS = ("kv_cache", "weights")
 
 
-@pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engines' own packages have is played."""
     module = ModuleType("sglang.srt.managers.io_struct")
     vars(module)["AbortReq"] = lambda **fields: SimpleNamespace(**fields)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(vllm_hooks, "end_vllm", lambda words: None)
-    made = asyncio.new_event_loop()
-    thread = threading.Thread(target=made.run_forever, daemon=True)
-    thread.start()
-    yield made
-    made.call_soon_threadsafe(made.stop)
-    thread.join(PATIENCE_S)
-    made.close()
 
 
 class Client:

@@ -25,15 +25,13 @@ class Decoding:
 
     Attributes:
         steps: Its steps.
-        settled: Clear from a pause until the loop goes on.
+        going: Clear while the loop is paused.
     """
 
     def __init__(self, engine: SyntheticEngine, *, enabled: bool) -> None:
         self._engine = engine
-        self._go = threading.Event()
-        self._go.set()
-        self.settled = threading.Event()
-        self.settled.set()
+        self.going = threading.Event()
+        self.going.set()
         self._ended = threading.Event()
         self._step = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -44,19 +42,17 @@ class Decoding:
     @property
     def paused(self) -> bool:
         """True while no step runs."""
-        return not self._go.is_set()
+        return not self.going.is_set()
 
     def pause(self, mode: PauseMode = "abort", timeout_s: float = 60.0) -> None:
         """Pauses the loop and returns when no step runs."""
-        self.settled.clear()
-        self._go.clear()
+        self.going.clear()
         with self._step:
             pass
 
     def resume(self) -> None:
         """Resumes the loop."""
-        self._go.set()
-        self.settled.set()
+        self.going.set()
 
     def stop_waiting(self) -> None:
         """Does nothing: ``pause`` returns soon by itself."""
@@ -83,7 +79,7 @@ class Decoding:
             return 0.0
         time.sleep(10 * _STEP_S)
         self._ended.set()
-        self._go.set()
+        self.going.set()
         self._thread.join()
         self._thread = None
         return max((after - before for before, after in pairwise(self._stepped)), default=0.0)
@@ -94,9 +90,9 @@ class Decoding:
         width = min(1024, flat.numel() // _ROWS)
         state = torch.zeros(_ROWS, dtype=torch.float32, device=flat.device)
         while not self._ended.is_set():
-            self._go.wait()
+            self.going.wait()
             with self._step:
-                if not self._go.is_set():
+                if not self.going.is_set():
                     continue
                 with self.steps.one():
                     rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)

@@ -109,7 +109,7 @@ class Engine:
         served = self._served
         assert served is not None
         with self._counting:
-            if not (served.done.wait(300.0) and self._side.decoding.settled.wait(300.0)):
+            if not (served.done.wait(300.0) and self._side.decoding.going.wait(300.0)):
                 raise TimeoutError("no update arrived")
         served.done.clear()
         return {"usable_at": served.usable_at}

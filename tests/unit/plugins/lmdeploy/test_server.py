@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,18 +36,6 @@ class Engine:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """The server's event loop, on a thread."""
-    made = asyncio.new_event_loop()
-    thread = threading.Thread(target=made.run_forever, daemon=True)
-    thread.start()
-    yield made
-    made.call_soon_threadsafe(made.stop)
-    thread.join(PATIENCE_S)
-    made.close()
 
 
 def hooks_of(engine: Engine, loop: asyncio.AbstractEventLoop) -> LmdeployHooks:
