@@ -1,4 +1,4 @@
-"""What tests of several engines' plug-ins need."""
+"""Fixtures for tests of several engines' plug-ins."""
 
 from __future__ import annotations
 

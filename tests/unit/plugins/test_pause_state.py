@@ -27,7 +27,7 @@ TAGS = ("kv_cache", "weights")
 
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engines' own packages have is played."""
+    """Plays what the engines' own packages have."""
     module = ModuleType("sglang.srt.managers.io_struct")
     vars(module)["AbortReq"] = lambda **fields: SimpleNamespace(**fields)
     monkeypatch.setitem(sys.modules, module.__name__, module)
