@@ -49,8 +49,9 @@ class CopyStep(NamedTuple):
         target: Destination with the piece's shape; None for a sum alone.
         full_shape: Shape of the tensor that the piece is a box of.
         box: None if the piece is all of it.
-        total: Number of the sum that the piece is added to; None for a copy alone.
-        sent: Dtype that the values have on the way, and when they are summed; None for that of the piece.
+        total: Number of the sum that the piece is added to, in the target's dtype; None for a copy alone.
+        sent: Dtype that the values have on the way, and when they are summed without a target; None for that of the
+            piece.
         name: For whoever looks at values that are cast.
     """
 
@@ -61,6 +62,11 @@ class CopyStep(NamedTuple):
     total: int | None = None
     sent: torch.dtype | None = None
     name: str = ""
+
+    @property
+    def travels(self) -> torch.dtype:
+        """Dtype of the values on the way."""
+        return self.sent or self.source.dtype
 
 
 def view_of_slot(slot: TensorSlot, box: Box | None = None, *, memory: int = 0) -> View:
@@ -104,7 +110,7 @@ class CopyProgram:
             looks: As for ``PlacedLaunches``.
         """
         self.form = form
-        self._steps = steps
+        self._device, self._num_sums = device, num_sums
         self._sizes = [(number, one.numel()) for number, one in enumerate(memories) if one.is_meta]
         self._far = frozenset(far)
         self.rest: list[CopyStep] = list(steps)
@@ -112,10 +118,18 @@ class CopyProgram:
         self._template: Template | None = None
         self._launches: PlacedLaunches | None = None
         if transfers_on(device) if launches is None else launches:
-            self._plan(memories, device, num_sums, looks=looks)
+            self._plan(steps, memories, device, num_sums, looks=looks)
         self._sums_all = all(step.total is None for step in self.rest)
 
-    def _plan(self, memories: Sequence[torch.Tensor], device: torch.device, num_sums: int, *, looks: bool) -> None:
+    def _plan(
+        self,
+        steps: Sequence[CopyStep],
+        memories: Sequence[torch.Tensor],
+        device: torch.device,
+        num_sums: int,
+        *,
+        looks: bool,
+    ) -> None:
         made = StandIns()
         near = {
             number: one if one.is_meta else made.of(one)
@@ -124,9 +138,11 @@ class CopyProgram:
         }
         viewed, self.rest = _Viewed(near), []
         transfers: list[Transfer] = []
-        for step in self._steps:
+        for step in steps:
             copied = self._transfer_of(step, viewed, near)
-            if copied is None and step.target is not None and step.total is not None:  # it is summed all the same
+            target = step.target
+            if copied is None and target is not None and target.dtype == step.travels and step.total is not None:
+                # It is summed all the same.
                 summed = step._replace(target=None)
                 if (transfer := self._transfer_of(summed, viewed, near)) is not None:
                     transfers.append(transfer)
@@ -191,24 +207,39 @@ class CopyProgram:
             on_cast: Called with each of ``rest`` that is cast, and the values that it is cast from.
 
         Returns:
-            The sums, int64 ``[num_sums]`` on the device, to be read mod 2**64; None if a launch does not take all of
-            them, or if they are not to be ``summed``.
+            The sums, int64 ``[num_sums]`` on the device, to be read mod 2**64; None unless they are to be ``summed``.
         """
         sums: torch.Tensor | None = None
         if self._launches is not None:
             addresses = addresses or addresses_of(memories)
             sums = self._launches.run(addresses, partial(self._placed, memories, addresses), summed=summed)
         self._copy_rest(memories, on_cast)
-        return sums if summed and self._sums_all else None
+        return self._with_rest(sums, memories) if summed else None
 
     def sums(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The sums of steps that copy nothing, one for each in order: by a launch, or by torch."""
-        if self._launches is not None and self._sums_all:
-            found = self.run(memories, addresses)
-            assert found is not None
-            return found
+        """As ``run``, which sums."""
+        found = self.run(memories, addresses)
+        assert found is not None
+        return found
+
+    def _with_rest(self, sums: torch.Tensor | None, memories: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Adds the sums that no launch takes: torch sums what was written, or what is only read."""
+        if sums is None:
+            sums = torch.zeros(self._num_sums, dtype=torch.int64, device=self._device)
+        if self._sums_all:
+            return sums
         viewed = _Viewed(dict(enumerate(memories)))
-        return partial_sums([_piece(step, viewed) for step in self._steps])
+        by_device: dict[torch.device, tuple[list[int], list[TensorPiece]]] = {}
+        for step in self.rest:
+            if step.total is None:
+                continue
+            values = viewed.at(step.target) if step.target is not None else viewed.at(step.source).to(step.travels)
+            totals, pieces = by_device.setdefault(values.device, ([], []))
+            totals.append(step.total)
+            pieces.append(TensorPiece(tensor=values, full_shape=step.full_shape, box=step.box))
+        for totals, pieces in by_device.values():
+            sums = sums.index_add(0, torch.tensor(totals, device=self._device), partial_sums(pieces).to(self._device))
+        return sums
 
     def _placed(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> Sequence[Transfer] | Placed:
         if self._template is not None:
@@ -218,12 +249,13 @@ class CopyProgram:
 
     def _transfer(self, step: CopyStep, viewed: _Viewed) -> Transfer | None:
         """None if the step has a cast that is not a part of a copy."""
-        casts = step.sent not in (None, step.source.dtype)
-        if casts and not is_copied_cast(step.source.dtype, step.sent or step.source.dtype):
+        casts = step.travels != step.source.dtype
+        if casts and not is_copied_cast(step.source.dtype, step.travels):
             return None
         target = viewed.at(step.target) if step.target is not None else None
         far = step.source.memory in self._far
-        return Transfer(piece=_piece(step, viewed), target=target, total=step.total, far=far, casts=casts)
+        piece = TensorPiece(tensor=viewed.at(step.source), full_shape=step.full_shape, box=step.box)
+        return Transfer(piece=piece, target=target, total=step.total, far=far, casts=casts)
 
     def _copy_rest(
         self, memories: Sequence[torch.Tensor], on_cast: Callable[[CopyStep, torch.Tensor], None] | None
@@ -236,12 +268,11 @@ class CopyProgram:
         for step in self.rest:
             if step.target is None:
                 continue
-            sent = step.sent or step.source.dtype
-            same = step.source.dtype == sent == step.target.dtype
+            same = step.source.dtype == step.travels == step.target.dtype
             source = viewed.at(step.source, as_bits=same)
-            if sent not in (step.source.dtype, step.target.dtype):
-                source = source.to(sent)
-            if on_cast is not None and sent != step.target.dtype:
+            if step.travels not in (step.source.dtype, step.target.dtype):
+                source = source.to(step.travels)
+            if on_cast is not None and step.travels != step.target.dtype:
                 on_cast(step, source)
             targets.append(viewed.at(step.target, as_bits=same))
             sources.append(source)
@@ -266,7 +297,3 @@ class _Viewed:
                 base = base[: base.numel() // size * size].view(view.dtype)
             base = self._bases[key] = bits(base) if as_bits else base
         return base.as_strided(view.shape, view.stride, int(base.storage_offset()) + view.offset)
-
-
-def _piece(step: CopyStep, viewed: _Viewed) -> TensorPiece:
-    return TensorPiece(tensor=viewed.at(step.source), full_shape=step.full_shape, box=step.box)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from weightcast.errors import Refused
-from weightcast.wire.layout import TensorSlot, TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+
+
+def rows_of(layout: BucketLayout, computed: Collection[str]) -> Mapping[str, int]:
+    """Number of rows of each tensor by name, if every slot is a whole tensor that is not ``computed``; else empty."""
+    rows = {slot.spec.name: slot.num_rows for slot in layout.slots if slot.whole}
+    return {} if len(rows) != len(layout.slots) or any(name in computed for name in rows) else rows
 
 
 class Arrivals:

@@ -14,19 +14,17 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure, some
-from weightcast.receiver.arrivals import Arrivals
-from weightcast.receiver.bucket_copier import BucketCopier
-from weightcast.receiver.bucket_plan import BucketPlan, plan_bucket
+from weightcast.receiver.arrivals import Arrivals, rows_of
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
-from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan
+from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan, ShareRoutes
 from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
+from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Prepare
 from weightcast.wire.plans import UpdateTables
@@ -104,20 +102,21 @@ class Loader:
         self.skipped = frozenset(
             name for name in self.expected if name not in self.computed and not self.routes.get(name)
         )
-        self.copies: Mapping[str, str] = {}
-        self._routed = {route.parameter for route in routes}
         # A loader that looks at values does not show what it writes.
         self._holds = hold_computed and bool(self.computed) and not recording.opaque
-        self._written = self._routed | (recording.written if self._holds else set[str]())
+        routed = {route.parameter for route in routes}
+        self._written = routed | (recording.written if self._holds else set[str]())
         self._held: list[tuple[str, torch.Tensor]] = []
         self._shared = _sharing(model)
         self.staging = StagingSet(self.residents, "none")
         self._sums = ResidentSums(routes, self.expected, recording.constants)
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
-        self._copier = BucketCopier()
         self.plan = LoadPlan()
-        self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
+        self.scattered = ScatteredCopier(self.expected, ShareRoutes.of(self.routes, self.computed))
+        self._copies: Mapping[str, str] = {}
+        # The parts of ``written``, for those of the routes.
+        self._parts: tuple[HeldTable, HeldTable] = NOTHING_HELD.table, NOTHING_HELD.table
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, route by route; None if it was not read back since it was last written.
@@ -140,6 +139,16 @@ class Loader:
         if not keep_storage and self._device.type == "cpu":
             return self._shared
         return overlapping({name: tensor for name, tensor in self.residents.items() if name in self._written})
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Names of tensors that this rank does not keep, each with that of the tensor that it must equal."""
+        return self._copies
+
+    @copies.setter
+    def copies(self, copies: Mapping[str, str]) -> None:
+        self._copies = copies
+        self.scattered.routes = ShareRoutes.of(self.routes, self.computed, (*copies, *copies.values()))
 
     @property
     def held_bytes(self) -> int:
@@ -199,17 +208,12 @@ class Loader:
         """The dtype of each parameter that a source tensor is copied into."""
         return (self.residents[route.parameter].dtype for route in self.routes.get(name, ()))
 
-    def overflowed(self) -> list[str]:
-        """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
-        return self._copier.overflowed()
-
     def begin(self, plan: UpdateTables | None = None) -> None:
         """Forgets what an earlier update left, and looks where the parameters lie now.
 
         ``plan`` is that of the update; None if its buckets come without one.
         """
         self._use(plan)
-        self._copier.begin()
         self.staging.begin()
         self.staging.look(forms=True)
         self._arrivals.begin()
@@ -229,15 +233,15 @@ class Loader:
         self._use(message.plan)
         layouts, told = message.plan.layouts, message.plan.parts
         for number, layout in enumerate(layouts):
-            plan = self._plan(layout)
             if message.way == "buckets":
-                self._copier.prepare(plan, self.staging, self._device)
+                whole = self.scattered.plan_whole(layout)
+                self.scattered.prepare(whole, [layout.size_bytes], self._device, self.staging)
             elif told:
                 # Of the parts that ranks read, the source names those ranks that have any.
                 parts = tuple(filter(None, told[number])) if message.way == "reads" else told[number]
                 exchange = self.scattered.plan_exchange(layout, parts, read=message.way == "reads")
                 self.scattered.prepare(exchange.copies, [exchange.size_bytes], self._device, self.staging)
-        self._arrivals.prepare([self.plan.buckets[layout.index].rows for layout in layouts], message.plan.specs)
+        self._arrivals.prepare(list(map(self._rows, layouts)), message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
         if self.known is not None:
@@ -249,35 +253,32 @@ class Loader:
 
     def place(self, bucket: Bucket) -> None:
         """Works out the launches for a bucket that will come in this memory."""
-        self._copier.place(bucket, self._plan(bucket.layout), self.staging)
+        self.scattered.place([bucket.data], self.scattered.plan_whole(bucket.layout), self.staging)
 
-    def load(self, bucket: Bucket, *, summed: bool = True) -> torch.Tensor | None:
-        """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
-
-        Returns:
-            ``Bucket.sums`` if they were taken on the way; else None.
-
-        Raises:
-            Refused: Rows arrive out of order or twice, or a tensor was not announced.
-        """
-        plan = self._plan(bucket.layout)
-        self._take_over(bucket, plan)
-        self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
-        return self._copier.copy(bucket, plan, self.staging, summed=summed)
+    def load(self, bucket: Bucket, *, summed: bool = True) -> None:
+        """As ``load_scattered``, out of a buffer with the whole bucket."""
+        self.load_scattered([bucket.data], self.scattered.plan_whole(bucket.layout), summed=summed)
 
     def load_scattered(
         self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, far: Collection[int] = (), summed: bool = True
     ) -> None:
-        """Copies this rank's own share of a bucket out of the places of a plan, each flat uint8, as ``load`` does.
+        """Copies this rank's own share of a bucket into the staging set, out of the places of a plan, each flat uint8.
 
-        ``far`` has the numbers of buffers that lie on another GPU and are mapped for this rank's.
+        Enqueued on the current stream of a GPU, done on a CPU.
+
+        Args:
+            far: Numbers of buffers that lie on another GPU and are mapped for this rank's.
+            summed: False if nobody needs ``written``.
+
+        Raises:
+            Refused: Rows arrive out of order or twice.
         """
-        rows = self._plan(plan.layout)
-        if not self._count_rows(rows):
-            for number, (slot, _) in enumerate(rows.table):
+        if not self._arrivals.take_all(self._rows(plan.layout)):
+            for number, slot in enumerate(plan.layout.slots):
+                self._arrivals.take(slot)
                 if slot.spec.name in self.computed:
                     self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
-        self.touched = self.touched or (not self.staging.staged and any(plan.buffers))
+        self.touched = self.touched or (not self.staging.staged and bool(plan.parameters))
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
     def chunks(self, tp_size: int) -> ResidentChunks:
@@ -292,33 +293,28 @@ class Loader:
         self._fetched = chunks, index + 1
 
     def written(self) -> HeldSums:
-        """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device."""
-        sums, form = self.scattered.sums, self.staging.waiting_form
-        if sums is not None and self._routed:
-            found = self._sums.completed(sums, form, self._device, self.staging.targets)
-        else:
-            found = self._sums.held(form, self._device, self.staging.targets)
-        wholes = self.scattered.wholes
+        """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device.
+
+        Sources that the loader computes with are summed as they arrived, whole and in the dtype that travels.
+        """
+        form, targets, routes = self.staging.waiting_form, self.staging.targets, self.scattered.routes
+        if self._fetched is not None:
+            return self._sums.held(form, self._device, targets)
+        totals = self.scattered.totals()
+        found = self._sums.completed(totals[: routes.num_routes], form, self._device, targets)
+        wholes = [spec for name, spec in self.scattered.summed.items() if name in self.computed]
         if not wholes:
             return found
-        totals = torch.tensor([total for _, total in wholes], dtype=torch.int64)
-        table = HeldTable((*found.table.parts, *(part for part, _ in wholes)))
-        return HeldSums(table, torch.cat([found.totals, totals]))
-
-    def _take_over(self, bucket: Bucket, plan: BucketPlan) -> None:
-        """Counts the bucket's rows and hands computed sources to the model's own loader."""
-        if not self._count_rows(plan):
-            for slot, _ in plan.table:
-                if slot.spec.name in self.computed:
-                    self._hand_over(slot, bucket.view(slot))
-
-    def _count_rows(self, plan: BucketPlan) -> bool:
-        """Counts a bucket's rows; False if its slots were counted one by one, as those of computed sources are."""
-        if self._arrivals.take_all(plan.rows):
-            return True
-        for slot, _ in plan.table:
-            self._arrivals.take(slot)
-        return False
+        parts = tuple(
+            HeldPart(spec=spec, box_offset=(0,) * len(spec.shape), box_shape=spec.shape)
+            for spec in sorted(wholes, key=lambda spec: routes.wholes[spec.name])
+        )
+        before, table = self._parts
+        if before is not found.table or table.parts[len(before.parts) :] != parts:
+            table = HeldTable((*found.table.parts, *parts))
+            self._parts = found.table, table
+        numbers = torch.tensor([routes.wholes[part.spec.name] for part in parts])
+        return HeldSums(table, torch.cat([found.totals, totals[numbers]]))
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
@@ -394,11 +390,12 @@ class Loader:
         self.known = self._sums.held(self.staging.form, self._device, self.staging.lives)
         return self.known
 
-    def _plan(self, layout: BucketLayout) -> BucketPlan:
-        plan = self.plan.buckets.get(layout.index)
-        if plan is None or plan.layout != layout:
-            plan = self.plan.buckets[layout.index] = plan_bucket(layout, self.routes, self.computed)
-        return plan
+    def _rows(self, layout: BucketLayout) -> Mapping[str, int]:
+        """As ``rows_of``; the same object while a bucket has the same layout."""
+        known = self.plan.rows.get(layout.index)
+        if known is None or known[0] != layout:
+            known = self.plan.rows[layout.index] = layout, rows_of(layout, self.computed)
+        return known[1]
 
     def _use(self, plan: UpdateTables | None) -> None:
         """Drops all that belongs to another plan."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, assert_never
 
 import torch
@@ -274,8 +273,6 @@ class WeightReceiver:
         written = self.loader.prepare(message)
         for layout, source in zip(message.plan.layouts, message.sources, strict=False):
             self._shares.prepare(layout, source)
-        if message.verify != "none" and message.way == "buckets":
-            self.loader.plan.sums.prepare_totals()
         return self._ack(held=written)
 
     def _begin(self, message: Open) -> RankAck:
@@ -283,7 +280,7 @@ class WeightReceiver:
         self.loader.check(message.specs)
         self._end()
         self.loader.begin(message.plan)
-        self._received.begin(self.loader.plan.sums)
+        self._received.clear()
         self._shares.begin()
         self._take_owner(message.owner)
         self._open = message
@@ -322,12 +319,10 @@ class WeightReceiver:
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
-        sums = self.loader.load(bucket, summed=session.verify != "none" or bool(self.loader.copies))
+        self.loader.load(bucket, summed=session.verify != "none" or bool(self.loader.copies))
         loaded = time.monotonic()
-        if self.loader.copies:
-            self._received.add_copies(replace(bucket, sums=sums), self.loader.copies)
         if session.verify != "none":
-            self._received.add(replace(bucket, sums=sums))
+            self._received.add(bucket)
         digested = time.monotonic()
         if isinstance(source, IpcSource):
             # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the
@@ -424,7 +419,8 @@ class WeightReceiver:
         started = time.monotonic()
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
-        check_copies(self._received.of_copies(), self.loader.copies)
+        if self.loader.copies:
+            check_copies(self.loader.scattered.arrived(), self.loader.copies)
         if self.loader.staging.staged and not self.loader.computed:
             for prepare in self._before_commit:
                 prepare()
@@ -433,15 +429,15 @@ class WeightReceiver:
                 started = time.monotonic()
         if session.verify in READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
-        written = self.loader.written() if self._scattered and session.verify != "none" else NOTHING_HELD
-        received = self._received.by_name() if message.by_name else {}
-        of_all = "" if message.by_name else self._received.of_all()
+        written = self.loader.written() if session.verify != "none" else NOTHING_HELD
+        received = self._received.by_name() if message.by_name and not self._scattered else {}
+        of_all = "" if message.by_name or self._scattered else self._received.of_all()
         self._verify_s = self._did("verify", started)
         return self._ack(received=received, received_all=of_all, held=written, taken=self._shares.taken)
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""
-        overflowed = self.loader.overflowed()
+        overflowed = self.loader.scattered.overflowed()
         if overflowed:
             raise EngineFailure(
                 f"{', '.join(overflowed[:4])} has values beyond float16's 65504, and the model keeps float16",

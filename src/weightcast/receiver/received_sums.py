@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from weightcast.digest.bucket_sums import PlanSums
@@ -16,32 +14,15 @@ class ReceivedSums:
 
     def __init__(self) -> None:
         self._received: list[tuple[BucketLayout, torch.Tensor]] = []
-        self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
         self._sums = PlanSums()
-
-    def begin(self, sums: PlanSums) -> None:
-        """Starts a session, whose plan has these sums."""
-        self.clear()
-        self._sums = sums
 
     def clear(self) -> None:
         """Drops the sums of a session that is over."""
         self._received.clear()
-        self._copies.clear()
 
     def add(self, bucket: Bucket) -> None:
         """Sums a bucket for the proof."""
         self._received.append((bucket.layout, _to_host(self._sums.of(bucket))))
-
-    def add_copies(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
-        """Sums a bucket with a tensor that must equal another, also without proof; ``copies`` as ``Loader.copies``."""
-        names = {*copies, *copies.values()}
-        if any(slot.spec.name in names for slot in bucket.layout.slots):
-            self._copies.append((bucket.layout, _to_host(self._sums.of(bucket))))
-
-    def of_copies(self) -> Mapping[str, str]:
-        """The digest by name of each tensor from ``add_copies``; empty if there was none.  Waits for the device."""
-        return PlanSums().totals(self._copies).by_name() if self._copies else {}
 
     def of_all(self) -> str:
         """One digest of everything that has arrived, empty without proof.  Waits for the device."""

@@ -56,7 +56,9 @@ class ResidentSums:
         self, sums: torch.Tensor, form: object, device: torch.device, tensors: Mapping[str, torch.Tensor]
     ) -> HeldSums:
         """As ``held``, with the sums of all copies as they were made: int64 ``[copies]``; only constants are read."""
-        totals = sums.cpu()
+        if not self._routes:
+            return NOTHING_HELD
+        totals = sums
         if self._constants is not None:
             totals = torch.cat([totals, self._constants.held(form, device, tensors).totals])
         return HeldSums(self._program(form, device, tensors)[1], totals)

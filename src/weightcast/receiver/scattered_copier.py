@@ -1,4 +1,4 @@
-"""Copies buckets whose parts lie in the buffers of several trainer ranks, or in messages from them."""
+"""Copies buckets, whole or whose parts lie in the buffers of several trainer ranks or in messages from them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from functools import cached_property
 
 import torch
 
-from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat
 from weightcast.digest.copy_program import CopyProgram, CopyStep, View, flat_stand_in
-from weightcast.digest.definition import partial_sums
+from weightcast.digest.definition import as_unsigned, finish
 from weightcast.receiver.scattered_plan import (
     BufferBox,
     BufferParts,
@@ -23,34 +22,32 @@ from weightcast.receiver.scattered_plan import (
     plan_exchange,
     plan_mapped,
     plan_scattered,
+    plan_whole,
     wanted_of,
 )
 from weightcast.receiver.staging import StagingSet
 from weightcast.wire.box import slices
 from weightcast.wire.bucket_sources import MappedPart
-from weightcast.wire.held import HeldPart
+from weightcast.wire.casts import may_overflow, overflows
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import Wanted
-from weightcast.wire.routes import Route
 
 
 class ScatteredCopier:
-    """Copies the own share of such buckets, in update after update.
+    """Copies the own share of buckets, in update after update, and sums what it copies.
 
     Attributes:
-        wholes: The tensors that were put together for the model's own loader in this update, and their sums.
+        routes: What this rank keeps, and the numbers of the sums.
+        summed: Tensors of this update that were summed as they arrived, by name.
     """
 
-    def __init__(
-        self, expected: Mapping[str, TensorSpec], routes: Mapping[str, Sequence[Route]], computed: Collection[str]
-    ) -> None:
+    def __init__(self, expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> None:
         self._expected = expected
-        self._routes = ShareRoutes.of(routes, computed)
-        self._num_routes = sum(map(len, routes.values()))
+        self.routes = routes
         self._plan = LoadPlan()
-        self._sums: torch.Tensor | None = None
-        self._all_summed = True
-        self.wholes: list[tuple[HeldPart, int]] = []
+        self._sums: dict[torch.device, torch.Tensor] = {}  # of the buffers of each device
+        self._overflows: dict[str, list[torch.Tensor]] = {}
+        self.summed: dict[str, TensorSpec] = {}
 
     def use(self, plan: LoadPlan) -> None:
         """Takes the plan that has everything about the buckets to come."""
@@ -58,24 +55,49 @@ class ScatteredCopier:
 
     def begin(self) -> None:
         """Forgets what an earlier update left."""
-        self._sums, self._all_summed = None, True
-        self.wholes.clear()
+        self._sums.clear()
+        self._overflows.clear()
+        self.summed.clear()
 
-    @property
-    def sums(self) -> torch.Tensor | None:
-        """Digest sum of what was copied for each route in this update, int64, if all of it was summed on the way."""
-        return self._sums if self._all_summed else None
+    def totals(self) -> torch.Tensor:
+        """Digest sums of what was copied, in the dtypes that are kept, and of what was summed as it arrived.
+
+        They are int64 ``[routes.num_sums]`` on the CPU, mod 2**64.  Waits for the device.
+        """
+        totals = torch.zeros(self.routes.num_sums, dtype=torch.int64)
+        for sums in self._sums.values():
+            totals += sums.cpu()
+        return totals
+
+    def arrived(self) -> dict[str, str]:
+        """The digest of each tensor of ``summed``, by name.  Waits for the device."""
+        totals = self.totals()
+        return {
+            name: finish(as_unsigned(int(totals[self.routes.wholes[name]])), dtype=spec.torch_dtype, shape=spec.shape)
+            for name, spec in self.summed.items()
+        }
+
+    def overflowed(self) -> list[str]:
+        """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
+        return [name for name, flags in self._overflows.items() if torch.stack(flags).any().item()]
 
     @cached_property
     def wanted(self) -> Wanted:
         """The boxes of the source tensors that this rank must get."""
-        return wanted_of(self._expected, self._routes)
+        return wanted_of(self._expected, self.routes)
+
+    def plan_whole(self, layout: BucketLayout) -> ScatteredPlan:
+        """The copies out of a buffer with the whole bucket."""
+        plan = self._plan.scattered.get(("whole", layout.index))
+        if plan is None or plan.layout != layout:
+            plan = self._plan.scattered["whole", layout.index] = plan_whole(layout, self.routes)
+        return plan
 
     def plan(self, layout: BucketLayout, parts: BufferParts) -> ScatteredPlan:
         """The copies out of all trainer ranks' buckets; raises ``Refused`` unless parts are the bucket exactly once."""
         plan = self._plan.scattered.get(("buffers", layout.index))
         if plan is None or plan.layout != layout or plan.parts != parts:
-            plan = self._plan.scattered["buffers", layout.index] = plan_scattered(layout, parts, self._routes)
+            plan = self._plan.scattered["buffers", layout.index] = plan_scattered(layout, parts, self.routes)
         elif not all(map(operator.is_, plan.parts, parts)):  # the next comparison looks at no part
             plan = self._plan.scattered["buffers", layout.index] = replace(plan, parts=parts)
         return plan
@@ -87,7 +109,7 @@ class ScatteredCopier:
         key = read, near, layout.index
         plan = self._plan.exchanges.get(key)
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
-            plan = plan_exchange(layout, parts, self.wanted, self._routes, near=near, read=read)
+            plan = plan_exchange(layout, parts, self.wanted, self.routes, near=near, read=read)
         elif not all(map(operator.is_, plan.copies.parts, parts)):
             plan = replace(plan, copies=replace(plan.copies, parts=parts))
         self._plan.exchanges[key] = plan
@@ -100,7 +122,7 @@ class ScatteredCopier:
         plan = self._plan.scattered.get(("mapped", layout.index))
         sizes = [memory.numel() for memory in memories]
         if plan is None or plan.layout != layout or plan.parts != parts or len(plan.buffers) != len(sizes):
-            plan = plan_mapped(layout, parts, sizes, self._routes)
+            plan = plan_mapped(layout, parts, sizes, self.routes)
             self._plan.scattered["mapped", layout.index] = plan
         return plan
 
@@ -129,12 +151,13 @@ class ScatteredCopier:
         far: Collection[int] = (),
         summed: bool = True,
     ) -> None:
-        """Copies out of all buffers, flat uint8, into the written set.
+        """Copies out of all buffers, flat uint8, into the written set.  Enqueued on a GPU, done on a CPU.
 
         Args:
             far: Numbers of buffers that lie on another GPU and are mapped for the one that copies.
-            summed: False if nobody needs ``sums``.
+            summed: False if nobody needs ``totals``.
         """
+        self.summed.update((spec.name, spec) for spec in plan.summed)
         by_device: dict[torch.device, list[int]] = {}
         for number, (data, copies) in enumerate(zip(buffers, plan.buffers, strict=True)):
             if copies:
@@ -142,23 +165,28 @@ class ScatteredCopier:
         for device, numbers in by_device.items():
             data = [buffers[number] for number in numbers]
             program = self._program(plan, tuple(numbers), device, data, staging, frozenset(far).intersection(numbers))
-            sums = program.run(self._memories(plan, data, staging), summed=summed)
-            if sums is None or (self._sums is not None and self._sums.device != sums.device):
-                self._all_summed = False
-            else:
-                self._sums = sums if self._sums is None else self._sums + sums
+            sums = program.run(self._memories(plan, data, staging), summed=summed, on_cast=self._look)
+            if sums is not None:
+                self._sums[device] = self._sums[device] + sums if device in self._sums else sums
+
+    def _look(self, step: CopyStep, values: torch.Tensor) -> None:
+        assert step.target is not None
+        if may_overflow(values.dtype, step.target.dtype):
+            self._overflows.setdefault(step.name, []).append(overflows(values))
 
     def put_together(
         self, slot: TensorSlot, sources: Sequence[BufferBox], buffers: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """A slot's rows in memory of their own, out of the parts in several buffers; also sums them."""
+        """A slot's rows, out of the parts in several buffers; a view if one buffer has them as they are."""
+        if len(sources) == 1 and sources[0].dtype == slot.spec.torch_dtype:
+            [source] = sources
+            flat = Flat(buffers[source.buffer])
+            return flat.region(source.dtype, slot.shape, source.stride, source.offset, as_bits=False)
         found = torch.empty(slot.shape, dtype=slot.spec.torch_dtype, device=buffers[0].device)
         for source in sources:
             flat, shape = Flat(buffers[source.buffer]), source.box.shape
             part = flat.region(source.dtype, shape, source.stride, source.offset, as_bits=False)
             found[slices(source.box, slot.box.offset)].copy_(part)
-        [total] = partial_sums([piece_of(slot, found, slot.first_row)]).tolist()
-        self.wholes.append((HeldPart(spec=slot.spec, box_offset=slot.box.offset, box_shape=slot.shape), total))
         return found
 
     def _memories(self, plan: ScatteredPlan, data: Sequence[torch.Tensor], staging: StagingSet) -> list[torch.Tensor]:
@@ -183,15 +211,19 @@ class ScatteredCopier:
         steps: list[CopyStep] = []
         for place, number in enumerate(numbers):
             for share in plan.buffers[number]:
-                copy, spec, memory = share.copy, share.slot.spec, written[share.copy.parameter]
+                copy, spec = share.copy, share.slot.spec
                 source = View(place, share.dtype, copy.shape, copy.source_stride, copy.source_offset)
-                target = View(memory, targets[memory - len(numbers)].dtype, copy.shape, copy.stride, copy.offset)
-                steps.append(CopyStep(source, target, spec.shape, share.box, share.route, sent=spec.torch_dtype))
+                target = None
+                if copy.parameter is not None:
+                    memory = written[copy.parameter]
+                    target = View(memory, targets[memory - len(numbers)].dtype, copy.shape, copy.stride, copy.offset)
+                step = CopyStep(source, target, spec.shape, share.box, share.total, spec.torch_dtype, spec.name)
+                steps.append(step)
         program = CopyProgram(
             steps,
             [*(flat_stand_in(one.numel()) for one in data), *targets],
             device,
-            num_sums=self._num_routes,
+            num_sums=self.routes.num_sums,
             form=staging.waiting_form,
             far=[place for place, number in enumerate(numbers) if number in far],
         )

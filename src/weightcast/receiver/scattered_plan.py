@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from weightcast.digest.bucket_sums import PlanSums
 from weightcast.errors import Refused
-from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.wire.box import Box, contiguous_strides, intersection, span_of, tiles
 from weightcast.wire.bucket_sources import BucketPart, MappedPart
 from weightcast.wire.casts import is_copied_cast
@@ -46,38 +44,66 @@ class BufferBox:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy out of a buffer into a parameter, in elements; or a sum alone, of what is copied into none.
+
+    Attributes:
+        offset: Distance from the parameter's first element.
+        source_offset: Distance from the buffer's first byte, in elements of the dtype there.
+    """
+
+    parameter: str | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    source_stride: tuple[int, ...]
+    source_offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShareCopy:
-    """A copy of one box of a slot's tensor from memory of this dtype; ``route`` counts over all sources in order."""
+    """A copy of one box of a slot's tensor from memory of this dtype; ``total`` is the number of its sum."""
 
     slot: TensorSlot
     dtype: torch.dtype
     copy: Copy
     box: Box
-    route: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShareRoutes:
-    """A rank's routes.
+    """A rank's routes.  There is a sum for each route, and then one for each source that is summed whole.
 
     Attributes:
         computed: Names of the sources that stay with the model's own loader.
         firsts: Number of the first route of each source.
+        wholes: Number of the sum of each source that is summed as it arrives, wherever it goes.
+        num_routes: Number of all routes.
     """
 
     by_source: Mapping[str, Sequence[Route]]
     computed: Collection[str]
     firsts: Mapping[str, int]
+    wholes: Mapping[str, int]
+    num_routes: int
 
     @staticmethod
-    def of(by_source: Mapping[str, Sequence[Route]], computed: Collection[str]) -> ShareRoutes:
-        """Numbers the routes."""
+    def of(
+        by_source: Mapping[str, Sequence[Route]], computed: Collection[str], compared: Collection[str] = ()
+    ) -> ShareRoutes:
+        """Numbers the sums; ``compared`` names sources that are summed whole, beside those that are computed with."""
         firsts: dict[str, int] = {}
         count = 0
         for name, routes in by_source.items():
             firsts[name] = count
             count += len(routes)
-        return ShareRoutes(by_source, computed, firsts)
+        wholes = {name: count + number for number, name in enumerate(sorted({*computed, *compared}))}
+        return ShareRoutes(by_source, computed, firsts, wholes, count)
+
+    @property
+    def num_sums(self) -> int:
+        return self.num_routes + len(self.wholes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +113,7 @@ class ScatteredPlan:
     Attributes:
         buffers: The copies out of each buffer.
         wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
+        summed: Tensors that are summed as they arrive.
         read_bytes: Bytes that are read out of each buffer.
         parameters: Names of the parameters that are written.
         prepared: The programs of a copier, which go with the plan.
@@ -96,13 +123,14 @@ class ScatteredPlan:
     parts: BufferParts | tuple[MappedPart, ...]
     buffers: Sequence[Sequence[ShareCopy]]
     wholes: Mapping[int, Sequence[BufferBox]]
+    summed: Sequence[TensorSpec]
     read_bytes: Sequence[int]
     parameters: tuple[str, ...] = field(init=False, compare=False, repr=False)
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
 
     def __post_init__(self) -> None:
         written = dict.fromkeys(share.copy.parameter for copies in self.buffers for share in copies)
-        object.__setattr__(self, "parameters", tuple(written))
+        object.__setattr__(self, "parameters", tuple(name for name in written if name is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +159,16 @@ def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted
             boxes = dict.fromkeys(route.box for route in routes.by_source[name])
             found[name] = tuple(WantedBox(offset=box.offset, shape=box.shape) for box in boxes)
     return found
+
+
+def plan_whole(layout: BucketLayout, routes: ShareRoutes) -> ScatteredPlan:
+    """Works out the copies out of one buffer with the whole bucket."""
+    sources: dict[int, list[BufferBox]] = {}
+    for number, slot in enumerate(layout.slots):
+        dtype = slot.spec.torch_dtype
+        first = slot.offset_bytes // dtype.itemsize
+        sources[number] = [BufferBox(0, slot.box, dtype, first, contiguous_strides(slot.shape))]
+    return _plan_copies(layout, (), sources, 1, routes)
 
 
 def plan_scattered(layout: BucketLayout, parts: BufferParts, routes: ShareRoutes) -> ScatteredPlan:
@@ -251,9 +289,15 @@ def _plan_copies(
     buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
     read_bytes = [0] * num_buffers
     wholes: dict[int, Sequence[BufferBox]] = {}
+    summed: list[TensorSpec] = []
     for number, slot in enumerate(layout.slots):
         name, found = slot.spec.name, sources.get(number, ())
         rows, computed = slot.box, slot.spec.name in routes.computed
+        if name in routes.wholes:
+            summed.append(slot.spec)
+            for source in found:
+                copy = Copy(None, source.box.shape, (), 0, source.stride, source.offset)
+                buffers[source.buffer].append(ShareCopy(slot, source.dtype, copy, source.box, routes.wholes[name]))
         if computed:
             if sum(source.box.numel for source in found) != rows.numel:
                 raise Refused(f"{name}: not every element would arrive once")
@@ -274,7 +318,7 @@ def _plan_copies(
             expected = intersection(route.box, rows)
             if copied != (expected.numel if expected is not None else 0):
                 raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")
-    return ScatteredPlan(layout, parts, buffers, wholes, read_bytes)
+    return ScatteredPlan(layout, parts, buffers, wholes, summed, read_bytes)
 
 
 def _copy_of(piece: Route, source: BufferBox) -> Copy:
@@ -316,16 +360,15 @@ def _check_tiled(slot: TensorSlot, boxes: Sequence[Box]) -> None:
 
 
 class LoadPlan:
-    """The copies and sums of one plan's buckets.  All that a rank remembers of them is here, and goes with the plan.
+    """The copies of one plan's buckets.  All that a rank remembers of them is here, and goes with the plan.
 
     What depends on where parameters lie is checked against their form, or kept by their addresses.
 
     Attributes:
         hash: Hash of the plan; empty for buckets that come without one.
         parts: As ``UpdateTables.parts``.
-        sums: Sums of whole buckets.
-        buckets: Copies of whole buckets, by number.
-        scattered: Copies out of several places, by how the parts come and the number of the bucket.
+        rows: Layout and ``rows_of`` each bucket, by number.
+        scattered: Copies out of one place or several, by how the parts come and the number of the bucket.
         exchanges: Messages with parts, by whether they are read, the trainer ranks whose parts lie in memory, and the
             number of the bucket.
     """
@@ -333,8 +376,7 @@ class LoadPlan:
     def __init__(self, plan: UpdateTables | None = None) -> None:
         self.hash = plan.hash if plan is not None else ""
         self.parts = plan.parts if plan is not None else ()
-        self.sums = PlanSums(plan.layouts if plan is not None else ())
-        self.buckets: dict[int, BucketPlan] = {}
+        self.rows: dict[int, tuple[BucketLayout, Mapping[str, int]]] = {}
         self.scattered: dict[tuple[str, int], ScatteredPlan] = {}
         self.exchanges: dict[tuple[bool, tuple[int, ...], int], ExchangePlan] = {}
 

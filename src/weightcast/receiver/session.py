@@ -411,7 +411,9 @@ class SessionHandler:
         agreeing, differing = fold_received(acks)
         received, received_all = acks[0].received, acks[0].received_all
         written = None
-        if any(ack.held for ack in acks):  # each rank has received its own share, and summed where it was written
+        if any(ack.held for ack in acks) and not any(
+            ack.received or ack.received_all for ack in acks
+        ):  # each rank has received its own share, and summed where it was written
             written = self._fold.fold(acks)
             differing = written.broken
             if message.by_name or session.fetched is not None:

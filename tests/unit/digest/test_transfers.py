@@ -15,6 +15,8 @@ from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, can_transfer
 from weightcast.exporters.module import ModuleExporter
 from weightcast.receiver.loader import Loader
+from weightcast.receiver.rank_answers import ResidentFold
+from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -29,7 +31,8 @@ def digests(weights: Weights) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [200, 1000, 1 << 20])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_bytes, tp_size, monkeypatch):
+def test_loaders_copy_as_ever_and_sum_together_what_they_keep(kind, dtype, bucket_bytes, tp_size):
+    ranks = []
     for rank in range(tp_size):
         model, plain = (kind(tp_rank=rank, tp_size=tp_size, dtype=dtype) for _ in range(2))
         for engine in (model, plain):
@@ -37,14 +40,21 @@ def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_
         loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
         if not loader.unstaged_because():
             loader.stage("device")
-        totals = PlanSums()
-        for weights in (NEW, OLD, NEW):  # both sets of weights, and one of them again
+        ranks.append((model, plain, loader))
+    for weights in (NEW, OLD, NEW):  # both sets of weights, and one of them again
+        for model, plain, loader in ranks:
             loader.begin()
-            sums = [(bucket.layout, loader.load(bucket)) for bucket in buckets_of(weights, bucket_bytes=bucket_bytes)]
-            assert totals.totals(sums).by_name() == digests(weights)
+            for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
+                loader.load(bucket)
+            written = loader.written()
             loader.commit()
+            assert loader.held().totals.equal(written.totals[: len(loader.held().totals)])
             plain.load_weights(weights.items())
             assert differing(model, state(plain)) == []
+        held = [RankAck(rank=rank, held=loader.written()) for rank, (_, _, loader) in enumerate(ranks)]
+        whole = {"scale", "steps", "norm.weight"}  # these have a dtype of their own
+        kept = {name: tensor if name in whole else tensor.to(dtype) for name, tensor in weights.items()}
+        assert ResidentFold().fold(held).digests == digests(kept)
 
 
 class Mixed(nn.Module):

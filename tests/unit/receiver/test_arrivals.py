@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.errors import Refused
-from weightcast.receiver.arrivals import Arrivals
-from weightcast.receiver.bucket_plan import plan_bucket
+from weightcast.receiver.arrivals import Arrivals, rows_of
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 
 SPECS = tuple(TensorSpec(name=f"w{number}", dtype="uint8", shape=(number + 1, 8)) for number in range(6))
@@ -16,12 +15,13 @@ SPECS = tuple(TensorSpec(name=f"w{number}", dtype="uint8", shape=(number + 1, 8)
 
 def plans_of(bucket_bytes: int):
     layouts = plan_buckets(SPECS, bucket_bytes=bucket_bytes, packing=Packing(alignment_bytes=1))
-    return [plan_bucket(layout, {}, ()) for layout in layouts]
+    return [(layout, rows_of(layout, ())) for layout in layouts]
 
 
 def arrive(arrivals: Arrivals, plan) -> None:
-    if not arrivals.take_all(plan.rows):
-        for slot in plan.layout.slots:
+    layout, rows = plan
+    if not arrivals.take_all(rows):
+        for slot in layout.slots:
             arrivals.take(slot)
 
 
