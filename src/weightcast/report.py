@@ -17,7 +17,7 @@ from weightcast.timeline.tracks import Timeline
 
 TargetStatus = Literal["serving", "quarantined", "untouched", "unknown"]
 _MAKES_TIMELINE = "_makes_timeline"
-PROOFS = ("none", "received", "partial", "resident", "behaviour")  # levels of proof, lowest first
+PROOFS = ("none", "received", "resident", "behaviour")  # levels of proof, lowest first
 
 
 class LegReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +66,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
             and the engine could not be asked again.  ``quarantined``: it is paused or gone, or failed its proof after
             the switch, or serves the new version although the others were switched back.  An engine that is
             ``unknown`` or ``quarantined`` must get no request before a full update.
-        proof: Highest level of proof reached; ``partial`` if only some tensors were proven to be resident.
-        proven: Number of tensors that were read back and equal the sent ones.
-        unproven: Number of tensors that cannot be read back, because the engine's loader computes with them.
+        proof: Highest level of proof reached.
         ranks: Number of engine ranks behind the URL.
         digests_matched: Number of ranks whose digests match.
         stall_s: Time without generation, in seconds.
@@ -88,9 +86,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     version_after: int | None = None
     digest: str | None = None
     status: TargetStatus = "untouched"
-    proof: Literal["none", "received", "partial", "resident", "behaviour"] = "none"
-    proven: int = 0
-    unproven: int = 0
+    proof: Literal["none", "received", "resident", "behaviour"] = "none"
     ranks: int = 0
     digests_matched: int = 0
     stall_s: float = 0.0
@@ -211,10 +207,10 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             after = "?" if row.version_after is None else row.version_after
             ranks = count_of(row.ranks, "rank")
             digest = f", digest {row.digest} on {row.digests_matched} of {ranks}" if row.digest else ""
-            part = f" ({row.proven} of {row.proven + row.unproven} tensors)" if row.proven and row.unproven else ""
-            proof = f"proof {row.proof}{part}"
             by = f", by {row.transport}" if mixed and row.transport else ""
-            lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}{by}")
+            lines.append(
+                f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, proof {row.proof}{digest}{by}"
+            )
             if len(row.legs) > 1 or any(leg.bytes for leg in row.legs):
                 lines.append(f"              {'; '.join(map(str, row.legs))}")
             if row.not_updated:

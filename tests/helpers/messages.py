@@ -184,7 +184,6 @@ ANSWERS = [
         received_all="c",
         received={"a": "b"},
         missing=("x",),
-        unproven=("y",),
         steps=STEPS,
     ),
     INFO,

@@ -174,7 +174,7 @@ class Sent:
         self.of_all = totals.of_all()
         self.cast = cast or {}
         self._lock = threading.Lock()
-        self._kept: list[tuple[Sequence[TensorSpec], frozenset[str], str]] = []
+        self._kept: list[tuple[Sequence[TensorSpec], str]] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -188,18 +188,14 @@ class Sent:
         """Model digest of everything, as engines receive it."""
         return self._totals.model_digest()
 
-    def digest_kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> str:
+    def digest_kept(self, specs: Sequence[TensorSpec]) -> str:
         """Model digest of what an engine must keep, as ``kept``; thread-safe, and worked out once for alike engines."""
-        left_out = frozenset(without)
         with self._lock:
-            for same, names, digest in self._kept:
-                if same is specs and names == left_out:
+            for same, digest in self._kept:
+                if same is specs:
                     return digest
-            if self.cast:
-                digest = model_digest(self.kept(specs, without=without))
-            else:
-                digest = self._totals.digest_of(specs, without)
-            self._kept.append((specs, left_out, digest))
+            digest = model_digest(self.kept(specs)) if self.cast else self._totals.digest_of(specs, ())
+            self._kept.append((specs, digest))
             return digest
 
     def digest_received(self, specs: Sequence[TensorSpec]) -> str:
@@ -211,18 +207,11 @@ class Sent:
         """Digest of each tensor as engines receive it, by name."""
         return self._totals.by_name()
 
-    def kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
-        """Digest of each tensor as an engine must keep it, by name, in its dtypes; not to be written to.
-
-        ``without`` names tensors that it cannot read back.
-        """
-        if not self.cast and not without and self.received.keys() == {spec.name for spec in specs}:
+    def kept(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """Digest of each tensor as an engine must keep it, by name, in its dtypes; not to be written to."""
+        if not self.cast and self.received.keys() == {spec.name for spec in specs}:
             return self.received
-        return {
-            spec.name: self.cast.get(spec.name, {}).get(spec.dtype) or self.received[spec.name]
-            for spec in specs
-            if spec.name not in without
-        }
+        return {spec.name: self.cast.get(spec.name, {}).get(spec.dtype) or self.received[spec.name] for spec in specs}
 
 
 class SentDigests:

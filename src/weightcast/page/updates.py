@@ -38,8 +38,6 @@ class TargetView(msgspec.Struct, kw_only=True):
     digest: str | None = None
     status: str = ""
     proof: str = ""
-    proven: int = 0
-    unproven: int = 0
     ranks: int = 0
     digests_matched: int = 0
     stall_s: float = 0.0
@@ -334,14 +332,13 @@ def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str
 def _row(row: TargetView) -> tuple[str | Chip, ...]:
     before = "?" if row.version_before is None else str(row.version_before)
     after = "?" if row.version_after is None else str(row.version_after)
-    part = f", {row.proven} of {row.proven + row.unproven} tensors" if row.proven and row.unproven else ""
     ranks = f" on {row.digests_matched} of {count_of(row.ranks, 'rank')}" if row.digest else ""
     return (
         row.url,
         row.engine,
         f"{before} → {after}",
         Chip(row.status, _MOODS.get(row.status, "grey")),
-        row.proof + part,
+        row.proof,
         seconds(row.stall_s),
         size(row.peak_extra_bytes),
         f"{row.digest or '-'}{ranks}",

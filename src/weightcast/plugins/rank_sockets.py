@@ -49,7 +49,6 @@ class Hello(RankInfo, frozen=True, kw_only=True):
         specs: Every tensor of a full update, with the dtype that this rank keeps.
         places: Names of the tensors that this rank keeps a part of, or computes with.
         staging_note: The reason why the staging set is not on the device; empty if it is.
-        computed: Names of the tensors that this rank's loader computes with.
         reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
         reads_remote: True if it can read memory of other hosts through NIXL.
     """
@@ -59,7 +58,6 @@ class Hello(RankInfo, frozen=True, kw_only=True):
     specs: tuple[TensorSpec, ...]
     places: tuple[str, ...]
     staging_note: str = ""
-    computed: tuple[str, ...] = ()
     reads_shares: bool = False
     reads_remote: bool = False
 
@@ -204,7 +202,6 @@ def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequenc
         specs=tuple(loader.expected.values()),
         places=tuple(places),
         staging_note=staging_note,
-        computed=tuple(sorted(loader.computed)),
         host=socket.gethostname(),
         host_id=host_id(),
         reads_shares=not loader.copies,  # nobody compares what must be equal if each rank reads its own share
@@ -306,8 +303,3 @@ def engine_facts(executor: SwitchExecutor, *, notes: Sequence[str] = (), **field
 def transports_of(hellos: Sequence[Hello]) -> tuple[str, ...]:
     """The transports by which all ranks can be updated."""
     return ("ipc", "direct", "broadcast") if all(hello.reads_shares for hello in hellos) else ("ipc", "broadcast")
-
-
-def computed_by(hellos: Sequence[Hello]) -> list[str]:
-    """Names of the tensors that the loader of some rank computes with, so that no rank can stage or prove them."""
-    return list(dict.fromkeys(name for hello in hellos for name in hello.computed))

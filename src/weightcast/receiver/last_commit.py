@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weightcast.errors import EngineFailure, Refused, error_words
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.executor import Executor
-from weightcast.receiver.rank_answers import ResidentFold, costs, failures, union
+from weightcast.receiver.rank_answers import ResidentFold, costs, failures
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.messages import Open, Revert
 
@@ -76,7 +76,6 @@ class LastCommit:
         self.reverted = state.ack(
             digest=kept,
             resident_ranks=len(acks),
-            unproven=union(ack.unproven for ack in acks),
             stall_s=time.monotonic() - started,
             **costs(acks),
         )
@@ -91,7 +90,7 @@ class LastCommit:
         if error:
             raise EngineFailure(error)
         resident = ResidentFold().fold(acks)
-        kept = resident.digest_of(state.facts.specs, self.answer.unproven)
+        kept = resident.digest_of(state.facts.specs)
         if resident.broken or (self.digest is not None and kept != self.digest):
             raise EngineFailure(f"what is kept now has the digest {kept}, and {self.digest} was served before")
         return kept

@@ -20,10 +20,11 @@ def changed_since_load(loader: Loader, weights: Iterable[tuple[str, torch.Tensor
     """Compares a checkpoint with the live parameters, route by route; returns the names of those that differ.
 
     The loader's routes were recorded, and the weights are still those of the checkpoint.  ``weights`` has the name and
-    whole tensor of everything in it, in the dtypes of its files.
+    whole tensor of everything in it, in the dtypes of its files.  What the loader computes is computed once more.
     """
     changed: set[str] = set()
     for name, tensor in weights:
+        changed.update(loader.computing.check_live(name, tensor))
         for route in loader.routes.get(name, ()):
             kept = region_of(loader.residents[route.parameter], route)
             part = tensor[slices(route.box, (0,) * len(route.box_shape))]

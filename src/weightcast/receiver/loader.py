@@ -1,8 +1,8 @@
 """Loads buckets into parameters: replays the model's own copies, and reads back what is resident.
 
 The loader watches the model's ``load_weights`` once (``recorder``).  From then on an update replays its copies into the
-staging set.  Sources that the model computes with stay with ``load_weights``, and their place cannot be read back.
-They go into the live parameters directly, or, with ``hold_computed``, wait whole and are loaded at the commit.
+staging set.  Sources that the model computes with stay with ``load_weights``: they wait whole and are loaded at the
+commit, or as they come where nothing is staged (``computed_sources``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure, some
 from weightcast.receiver.arrivals import Arrivals, rows_of
+from weightcast.receiver.computed_sources import ComputedSources
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
@@ -24,6 +25,7 @@ from weightcast.receiver.scattered_copier import ScatteredCopier
 from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan, ShareRoutes
 from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.casts import why_no_cast
 from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Prepare
@@ -65,7 +67,6 @@ class Loader:
         expected: Sequence[TensorSpec],
         finishers: Sequence[Finisher] = (),
         residents: Mapping[str, torch.Tensor] | None = None,
-        hold_computed: bool = False,
     ) -> None:
         """Watches ``load_weights`` once and changes nothing.
 
@@ -75,41 +76,34 @@ class Loader:
             finishers: Run once after new weights are live.
             residents: Tensors that ``load_weights`` writes, by name, for an engine that packs them; the finishers
                 bring them into the model.  None takes the model's parameters and buffers.
-            hold_computed: Sources that the model computes with wait for the commit beside the staging set, where there
-                is one.  The thread that commits then calls ``load_weights``.
 
         Raises:
-            ConfigError: The loader writes a parameter twice, or puts another in its place.
+            ConfigError: The loader cannot be watched, writes a parameter twice, or puts another in its place.
         """
         self.expected = {spec.name: spec for spec in expected}
         self.residents = dict(residents) if residents is not None else residents_of(model)
-        self._load_weights = load_weights
         self._finishers = tuple(finishers)
         recording = record_routes(load_weights, list(expected), self.residents)
         if residents is None:
             _check_in_place(self.residents, residents_of(model))
         self.routes: Mapping[str, list[Route]] = recording.routes
-        self.computed = frozenset(recording.computed)
-        self.why_computed: Mapping[str, str] = recording.why
+        self.computing = ComputedSources(recording.groups, load_weights, self.expected, self.residents)
+        self.computed = frozenset(self.computing.names)
         routes = [route for found in recording.routes.values() for route in found]
-        unwritten = [
-            name for name in uncovered(routes, self.residents, recording.filled) if name not in recording.written
-        ]
+        places = self.computing.places
+        unwritten = uncovered([*routes, *places], self.residents, recording.filled)
         written = {name: tensor for name, tensor in self.residents.items() if name not in unwritten}
         # A view of a written tensor changes with it.
         unwritten = [name for name in unwritten if not within(self.residents[name], written)]
-        self.not_updated = () if recording.opaque else tuple(unwritten)
+        self.not_updated = tuple(unwritten)
         self.skipped = frozenset(
             name for name in self.expected if name not in self.computed and not self.routes.get(name)
         )
-        # A loader that looks at values does not show what it writes.
-        self._holds = hold_computed and bool(self.computed) and not recording.opaque
-        routed = {route.parameter for route in routes}
-        self._written = routed | (recording.written if self._holds else set[str]())
-        self._held: list[tuple[str, torch.Tensor]] = []
+        self._written = {route.parameter for route in (*routes, *places)}
         self._shared = _sharing(model)
         self.staging = StagingSet(self.residents, "none")
-        self._sums = ResidentSums(routes, self.expected, recording.constants)
+        self._copied = ResidentSums(routes, self.expected, recording.constants)
+        self._sums = ResidentSums(routes, self.expected, recording.constants, places) if places else self._copied
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self.plan = LoadPlan()
@@ -119,7 +113,7 @@ class Loader:
         self._parts: tuple[HeldTable, HeldTable] = NOTHING_HELD.table, NOTHING_HELD.table
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
-        # Sums of what is live, route by route; None if it was not read back since it was last written.
+        # Sums of what is live, by route and place; None if it was not read back since it was last written.
         self.known: HeldSums | None = None
         self._before: HeldSums | None = None
         self._finishing = False
@@ -129,13 +123,9 @@ class Loader:
     def unstaged_because(self, *, keep_storage: bool = False) -> str:
         """The reason why a new version cannot wait in a second set of weights; empty if it can.
 
-        Without ``hold_computed``, the model's own code writes computed weights into live parameters.  Parameters that
-        share memory are torn apart if one gets another storage.  An exchange of contents leaves views whole, but two
-        parameters with a common element would exchange it twice.
+        Parameters that share memory are torn apart if one gets another storage.  An exchange of contents leaves views
+        whole, but two parameters with a common element would exchange it twice.
         """
-        for name, words in () if self._holds else self.why_computed.items():
-            more = f", and {len(self.why_computed) - 1} more like it" if len(self.why_computed) > 1 else ""
-            return f"{name}: {words}{more}"
         if not keep_storage and self._device.type == "cpu":
             return self._shared
         return overlapping({name: tensor for name, tensor in self.residents.items() if name in self._written})
@@ -153,7 +143,7 @@ class Loader:
     @property
     def held_bytes(self) -> int:
         """Bytes of the sources that wait whole for a commit."""
-        return sum(self.expected[name].size_bytes for name in self.computed) if self._holds else 0
+        return self.computing.size_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -166,17 +156,22 @@ class Loader:
         return [name for name in self.expected if self.routes.get(name) or name in self.computed]
 
     def expect_kept_dtypes(self) -> None:
-        """Expects every routed tensor in the dtype that this rank keeps, instead of that of the checkpoint's file."""
-        for name, routes in self.routes.items():
-            if routes:
-                spec = self.expected[name]
-                kept = self.residents[routes[0].parameter].dtype
+        """Expects every tensor in the dtype that this rank keeps, instead of that of the checkpoint's file.
+
+        For one that is computed with, that is the dtype of what is computed, if a cast to it keeps values.  So ranks
+        that copy a tensor and ranks that compute with it expect the same.
+        """
+        written = {name: routes[0] for name, routes in self.routes.items() if routes}
+        for name, route in (written | self.computing.first_places).items():
+            spec = self.expected[name]
+            kept = self.residents[route.parameter].dtype
+            if name in written or not why_no_cast(name, spec.torch_dtype, kept):
                 self.expected[name] = TensorSpec.of(name, torch.empty(spec.shape, device="meta"), dtype=kept)
 
     def partly_written(self) -> list[str]:
         """Names of the parameters and buffers that a full update leaves as they are, wholly or in part."""
         written: dict[str, int] = {}
-        for routes in self.routes.values():
+        for routes in (*self.routes.values(), self.computing.places):
             for route in routes:
                 written[route.parameter] = written.get(route.parameter, 0) + route.box.numel
         return [name for name, tensor in self.residents.items() if written.get(name, 0) < tensor.numel()]
@@ -208,16 +203,18 @@ class Loader:
         """The dtype of each parameter that a source tensor is copied into."""
         return (self.residents[route.parameter].dtype for route in self.routes.get(name, ()))
 
-    def begin(self, plan: UpdateTables | None = None) -> None:
+    def begin(self, plan: UpdateTables | None = None, *, proves: bool = True) -> None:
         """Forgets what an earlier update left, and looks where the parameters lie now.
 
-        ``plan`` is that of the update; None if its buckets come without one.
+        Args:
+            plan: Plan of the update; None if its buckets come without one.
+            proves: False if nobody will ask what is resident after the update.
         """
         self._use(plan)
         self.staging.begin()
         self.staging.look(forms=True)
         self._arrivals.begin()
-        self._held.clear()
+        self.computing.begin(proves=proves)
         self._fetched = None
         self.touched = False
         self.scattered.begin()
@@ -226,8 +223,7 @@ class Loader:
         """Works out what the updates to come need to know, from their plan.  Writes no weights.
 
         Returns:
-            The sums of the live weights if they will be needed, else the parts that a read-back sums, with sums of 0.
-            Nothing if no proof will be asked for.
+            The parts that a read-back sums, with sums of 0.  Nothing if no proof will be asked for.
         """
         self.staging.look(forms=True)
         self._use(message.plan)
@@ -244,12 +240,9 @@ class Loader:
         self._arrivals.prepare(list(map(self._rows, layouts)), message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
-        if self.known is not None:
-            return self.known
         if message.verify == "none":
             return NOTHING_HELD
-        table = self._sums.prepare(self.staging.form, self._device, self.staging.lives)
-        return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
+        return self.computing.empty_answer(self._sums.prepare(self.staging.form, self._device, self.staging.lives))
 
     def place(self, bucket: Bucket) -> None:
         """Works out the launches for a bucket that will come in this memory."""
@@ -284,12 +277,25 @@ class Loader:
     def chunks(self, tp_size: int) -> ResidentChunks:
         """The weights as chunks for a copy from rank to rank, with the dtypes that the parameters have now."""
         routes = [route for found in self.routes.values() for route in found]
-        return ResidentChunks(routes, self.staging.live, tp_size=tp_size)
+        return ResidentChunks([*routes, *self.computing.places], self.staging.live, tp_size=tp_size)
+
+    def count_chunks(self, chunks: ResidentChunks) -> int:
+        """Number of chunks; one more than ``chunks`` has says what computed places were computed from."""
+        return len(chunks) + bool(self.computed)
+
+    def read_chunk(self, index: int, chunks: ResidentChunks) -> bytes:
+        """Copies a chunk of the live weights; raises ``Refused`` if there is none, or no proof of computed weights."""
+        if self.computed and index == len(chunks):
+            return self.computing.tell()
+        return chunks.read(index, self.staging.live)
 
     def take_chunk(self, index: int, data: bytes, chunks: ResidentChunks) -> None:
         """Copies a peer's chunk into the staging set; raises ``Refused`` if its size is not that of this rank's own."""
         self.touched = self.touched or not self.staging.staged
-        chunks.write(index, data, self.staging.target)
+        if index == len(chunks):
+            self.computing.hear(data)
+        else:
+            chunks.write(index, data, self.staging.target)
         self._fetched = chunks, index + 1
 
     def written(self) -> HeldSums:
@@ -299,9 +305,9 @@ class Loader:
         """
         form, targets, routes = self.staging.waiting_form, self.staging.targets, self.scattered.routes
         if self._fetched is not None:
-            return self._sums.held(form, self._device, targets)
+            return self.computing.answer_copied(self._sums.held(form, self._device, targets))
         totals = self.scattered.totals()
-        found = self._sums.completed(totals[: routes.num_routes], form, self._device, targets)
+        found = self._copied.completed(totals[: routes.num_routes], form, self._device, targets)
         wholes = [spec for name, spec in self.scattered.summed.items() if name in self.computed]
         if not wholes:
             return found
@@ -320,13 +326,13 @@ class Loader:
         """Announced tensors that have not arrived, or not all of them."""
         if self._fetched is not None:
             chunks, taken = self._fetched
-            return chunks.sources(taken)
+            return chunks.sources(taken) or list(self.computed if taken < self.count_chunks(chunks) else ())
         return self._arrivals.missing(specs)
 
     def know(self) -> None:
         """Sums the live weights if their sums are unknown, for the proof of ``undo``.  Waits for the device."""
         if self.known is None and self.staging.staged:
-            self.held()
+            self._read_back()
 
     def commit(self) -> None:
         """Makes the new version live and runs the finishers, each once.
@@ -336,11 +342,11 @@ class Loader:
         """
         self._before, self.known = self.known, None
         self._finishing = False
-        self.staging.flip()
-        with torch.no_grad():  # what the sources that waited write of the old version is in the staging set by now
-            for source in self._held:
-                self._load_weights([source])
-        self._held.clear()
+        if self.staging.staged:
+            self.computing.switch()
+            self.staging.flip()
+            self.computing.load()  # what that writes of the old version is in the staging set by now
+        self.computing.settle()
         self._finishing = True
         self.finish()
 
@@ -356,6 +362,7 @@ class Loader:
         """
         torn = self.staging.torn and self.staging.moves_contents
         self.staging.undo()
+        self.computing.undo()
         if self._finishing:
             self.finish()
             self._finishing = False
@@ -367,7 +374,7 @@ class Loader:
                     hint='send a full update; verify="resident" takes these digests before each switch',
                 )
             return
-        found = self.held()
+        found = self._read_back()
         if found != before:
             self.known = None
             parts = found.table.parts
@@ -385,7 +392,18 @@ class Loader:
             finisher()
 
     def held(self) -> HeldSums:
-        """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
+        """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on.
+
+        A source that the model computes with is among them if it is known what it was; see ``ComputedSources``.
+        """
+        return self.computing.answer(self._read_back())
+
+    def forget(self) -> None:
+        """Called when someone else has written the weights."""
+        self.known = None
+        self.computing.forget()
+
+    def _read_back(self) -> HeldSums:
         self.staging.look(forms=True)
         self.known = self._sums.held(self.staging.form, self._device, self.staging.lives)
         return self.known
@@ -404,16 +422,14 @@ class Loader:
             self.scattered.use(self.plan)
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
-        """Gives the loader a copy of a whole tensor: it may change its source, but the bucket is the trainer's."""
+        """Keeps a copy of a whole tensor for the loader; the bucket is the trainer's."""
         whole = self._arrivals.whole(slot, view)
         if whole is None:
             return
-        if self._holds and self.staging.staged:
-            self._held.append((slot.spec.name, whole.to("cpu") if self.staging.place == "host" else whole))
-            return
-        self.touched = True
-        with torch.no_grad():
-            self._load_weights([(slot.spec.name, whole)])
+        self.computing.take(slot.spec.name, whole.to("cpu") if self.staging.place == "host" else whole)
+        if not self.staging.staged:
+            self.touched = True
+            self.computing.load()
 
 
 def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightcast.digest.definition import model_digest
-from weightcast.errors import Refused, some
+from weightcast.errors import Refused
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.rank_answers import Resident
 from weightcast.wire.answers import Cause
@@ -51,7 +51,6 @@ class OpenSession:
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
-    unproven: frozenset[str] = frozenset()
     received: Mapping[str, str] = field(default_factory=dict[str, str])
     written: Resident | None = None
     groups: set[str] = field(default_factory=set[str])
@@ -150,26 +149,17 @@ def check_fetch(message: Fetch, session: OpenSession) -> None:
         raise Refused(f"chunk {message.index} came where chunk {session.buckets} was due")
 
 
-def check_fetched(session: OpenSession, asked: str, specs: Sequence[TensorSpec], unproven: Collection[str]) -> None:
+def check_fetched(session: OpenSession, asked: str, specs: Sequence[TensorSpec]) -> None:
     """Refuses to switch to fetched weights whose digests do not add up to the peer's; ``asked`` is that in Commit."""
     fetched = session.fetched
     if fetched is None:
         return
     waiting = digest_of(session.received, specs)
-    if unproven or not waiting == asked == fetched.digest:
+    if not waiting == asked == fetched.digest:
         raise Refused(
             f"what was copied from {fetched.peer.url} has the digest {waiting or 'of an incomplete model'}, and the "
             f"peer proved {fetched.digest} for version {fetched.version}",
             hint="nothing was switched; copy again",
-        )
-
-
-def check_computed(computed: Collection[str]) -> None:
-    """Refuses a rank whose model computes with weights, and names them: parameters alone do not prove those."""
-    if computed:
-        raise Refused(
-            f"this model computes with {some(sorted(computed))} while it loads, so a copy of them cannot be proven",
-            hint="send the engine a full update from the trainer",
         )
 
 

@@ -21,7 +21,6 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import READ_BACK, Finisher, Loader, residents_of
 from weightcast.receiver.offer import check_copies
-from weightcast.receiver.open_session import check_computed
 from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.resident_chunks import ResidentChunks
@@ -81,7 +80,6 @@ class WeightReceiver:
         keep_storage: bool = False,
         may_move: bool = False,
         between_steps: Callable[[Callable[[], None]], None] | None = None,
-        hold_computed: bool = False,
     ) -> None:
         """Learns the model's loader and allocates the staging set.
 
@@ -99,10 +97,10 @@ class WeightReceiver:
                 ``StagingSet``.
             between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
                 engine that generates while messages are answered.  It gets the exchange of weights and the finishers.
-            hold_computed: Weights that the model computes wait for the commit beside the staged ones; see ``Loader``.
 
         Raises:
-            ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
+            ConfigError: The staging asked for is not possible, or the loader cannot be watched or writes a parameter
+                twice.
         """
         self.rank = tp_rank
         self.tp_size = tp_size
@@ -119,7 +117,6 @@ class WeightReceiver:
             expected=expected,
             finishers=finishers,
             residents=residents,
-            hold_computed=hold_computed,
         )
         self._checks = tuple(checks)
         self._before_commit = tuple(before_commit)
@@ -189,6 +186,8 @@ class WeightReceiver:
         self._open = None
         self._committed = ""
         self._trim()
+        if discard:
+            self.loader.forget()
         self.loader.known = None
         self.loader.staging.free()
 
@@ -205,7 +204,7 @@ class WeightReceiver:
         """Called when someone else has written the weights: what is known of them, and the way back, count no more."""
         self._open = None
         self._committed = ""
-        self.loader.known = None
+        self.loader.forget()
 
     def close(self) -> None:
         """Frees groups, mapped memory and the staging set on the device; safe to call twice."""
@@ -279,7 +278,7 @@ class WeightReceiver:
         self._check_awake()
         self.loader.check(message.specs)
         self._end()
-        self.loader.begin(message.plan)
+        self.loader.begin(message.plan, proves=message.verify in READ_BACK)
         self._received.clear()
         self._shares.begin()
         self._take_owner(message.owner)
@@ -364,11 +363,11 @@ class WeightReceiver:
     def _fetch(self, message: Fetch) -> RankAck:
         """Copies one chunk from the same rank of a peer.  Close answers with the sums of all of them."""
         session = self._session(message.session)
-        check_computed(self.loader.computed)
         if self._chunks is None:
             self._chunks = self.loader.chunks(self.tp_size)
         chunks = self._chunks
-        if message.index < len(chunks):
+        count = self.loader.count_chunks(chunks)
+        if message.index < count:
             started = time.monotonic()
             data = self._peer.read(message, rank=self.rank, layout=chunks.layout, timeout_s=session.timeout_s)
             if self._interrupted.is_set():
@@ -379,14 +378,13 @@ class WeightReceiver:
             wait_for_streams(self.device)
             self._load_s = self._did("load", started)
         self._scattered = True
-        return self._ack(chunks=len(chunks))
+        return self._ack(chunks=count)
 
     def _read_chunk(self, message: ReadChunk) -> RankAck:
         """Gives a chunk of the live weights to the same rank of another engine."""
         self._check_awake()
         if message.rank != self.rank:
             return self._ack()
-        check_computed(self.loader.computed)
         self.loader.staging.look(forms=True)
         form = self.loader.staging.form
         if self._given is None or self._given[0] is not form:
@@ -397,7 +395,7 @@ class WeightReceiver:
                 f"rank {self.rank} keeps its parameters in another layout than the engine that asks",
                 hint="copy between engines of one kind and version, started on the same model with the same sizes",
             )
-        return self._ack(part=chunks.read(message.index, self.loader.staging.live))
+        return self._ack(part=self.loader.read_chunk(message.index, chunks))
 
     def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
         """Receives a broadcast bucket into a buffer; that of the next one is entered if its size is known."""
@@ -533,7 +531,6 @@ class WeightReceiver:
             touched=touched or self.loader.touched,
             not_updated=self.loader.not_updated,
             held=held,
-            unproven=tuple(sorted(self.loader.computed)),
             load_s=self._load_s,
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,

@@ -23,13 +23,19 @@ class ResidentSums:
     """
 
     def __init__(
-        self, routes: Sequence[Route], expected: Mapping[str, TensorSpec], constants: Sequence[Route] = ()
+        self,
+        routes: Sequence[Route],
+        expected: Mapping[str, TensorSpec],
+        constants: Sequence[Route] = (),
+        places: Sequence[Route] = (),
     ) -> None:
         """Takes the copies, and the places of constants that the loader puts over parts of sources.
 
         A constant is read back as if it had come: the sums agree with the source's if the source has it too.
+        ``places`` are summed too, after all others, each as a tensor of its own; see ``ComputedGroup``.
         """
-        self._routes = [*routes, *constants]
+        self._routes = [*routes, *constants, *places]
+        self._num_places = len(places)
         self._constants = ResidentSums(constants, expected) if constants else None
         self._expected = expected
         self._parameters = tuple(dict.fromkeys(route.parameter for route in self._routes))
@@ -75,7 +81,7 @@ class ResidentSums:
             for total, route in enumerate(self._routes):
                 number, region = numbers[route.parameter], route.region
                 source = View(number, memories[number].dtype, region.shape, region.stride, region.offset)
-                steps.append(CopyStep(source, None, self._expected[route.source].shape, route.box, total))
+                steps.append(CopyStep(source, None, self._shape(total), route.box, total))
             size_bytes = sum(step.source.dtype.itemsize * step.box.numel for step in steps if step.box is not None)
             program = CopyProgram(
                 steps, memories, device, num_sums=len(steps), form=form, launches=worth_launch(size_bytes, device)
@@ -94,15 +100,19 @@ class ResidentSums:
         return HeldTable(
             tuple(
                 HeldPart(
-                    spec=TensorSpec(
-                        name=route.source, dtype=names[route.parameter], shape=self._expected[route.source].shape
-                    ),
+                    spec=TensorSpec(name=route.source, dtype=names[route.parameter], shape=self._shape(number)),
                     box_offset=route.box_offset,
                     box_shape=route.box_shape,
                 )
-                for route in self._routes
+                for number, route in enumerate(self._routes)
             )
         )
+
+    def _shape(self, number: int) -> tuple[int, ...]:
+        """Shape of the tensor that a route's box is a part of."""
+        route = self._routes[number]
+        is_place = number >= len(self._routes) - self._num_places
+        return route.box_shape if is_place else self._expected[route.source].shape
 
 
 def region_of(tensor: torch.Tensor, route: Route) -> torch.Tensor:

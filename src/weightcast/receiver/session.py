@@ -273,10 +273,8 @@ class SessionHandler:
                 return self._abort(message)
             case Readback():
                 acks = self._ranks(message, timeout_s=_ALONE_S)
-                # What one rank's loader computes is not proven by the ranks that keep a copy of it.
-                resident, unproven = self._fold.fold(acks), union(ack.unproven for ack in acks)
-                proven = {name: digest for name, digest in resident.digests.items() if name not in unproven}
-                return self._engine.ack(resident=proven, mismatched=resident.broken)
+                resident = self._fold.fold(acks)
+                return self._engine.ack(resident=resident.digests, mismatched=resident.broken)
             case Fetch():
                 return self._fetch(message)
             case ReadChunk():
@@ -296,9 +294,8 @@ class SessionHandler:
         for layout in plan.layouts:
             self._announced.check(layout)
         self._unannounced.names(specs, plan.specs)
-        unproven = union(ack.unproven for ack in acks)
-        self._fold.fold(acks).digest_of(specs, unproven)
-        return self._engine.ack(unproven=unproven, **costs(acks))
+        self._fold.fold(acks).digest_of(specs)
+        return self._engine.ack(**costs(acks))
 
     def _begin(self, message: Open) -> Ack:
         if message.session != self._newest and same_trainer(message.session, self._newest):
@@ -334,7 +331,7 @@ class SessionHandler:
             except BaseException as error:
                 self._abort(Abort(session=message.session, reason=f"could not pause: {error}"[:_REASON_CHARS]))
                 raise
-        return self._engine.ack(not_updated=session.not_updated, unproven=union(ack.unproven for ack in acks))
+        return self._engine.ack(not_updated=session.not_updated)
 
     def _join(self, message: Join) -> Ack:
         self._check(message)
@@ -421,8 +418,6 @@ class SessionHandler:
             else:
                 specs = self._engine.facts.specs
                 received_all = written.digest_of(specs, self._unannounced.names(specs, session.open.specs))
-        unproven = union(ack.unproven for ack in acks)
-        session.unproven = frozenset(unproven)
         session.received, session.written = received, written
         return self._engine.ack(
             received_all=received_all,
@@ -431,7 +426,6 @@ class SessionHandler:
             taken=tuple(ack.taken for ack in acks) if any(any(ack.taken) for ack in acks) else (),
             mismatched=differing,
             not_updated=session.not_updated,
-            unproven=unproven,
             **costs(acks),
         )
 
@@ -442,7 +436,7 @@ class SessionHandler:
         session = self._current(message)
         if not session.closed:
             raise Refused("the session was not closed: send Close first, which says whether everything arrived")
-        check_fetched(session, message.digest, self._engine.facts.specs, session.unproven)
+        check_fetched(session, message.digest, self._engine.facts.specs)
         self._pause(session)
         try:
             acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
@@ -451,7 +445,7 @@ class SessionHandler:
             self._abort(Abort(session=message.session, reason=error_words(error)[:_REASON_CHARS]))
             raise
         resident = self._fold.fold(acks)
-        kept = resident.digest_of(self._engine.facts.specs, session.unproven) if message.digest else ""
+        kept = resident.digest_of(self._engine.facts.specs) if message.digest else ""
         if kept != message.digest:
             text = f"what is kept differs from what was sent: {self._differing(session, resident)}"
             # With a second set of weights this brings the old version back.
@@ -469,7 +463,6 @@ class SessionHandler:
             digest=kept,
             resident_ranks=len(acks),
             not_updated=session.not_updated,
-            unproven=union(ack.unproven for ack in acks),
             stall_s=stall_s,
             message=self.held_back(),
             **costs(acks),

@@ -71,14 +71,14 @@ class Start:
 
     Attributes:
         pause: Pause of the target's updates; None until it was chosen.
-        unproven: What was last said about tensors of the target that cannot be proven.
+        short: What was last said about a proof that the target cannot give.
         mixed: True if the live weights may be parts of two versions and the engine does not know that itself.
         digest: Model digest of the last commit; None if there was none, or no digest was taken.
         boxes: The boxes that its ranks want, as ``decode_boxes`` reads them; None until the engine was asked.
     """
 
     pause: PauseMode | None = None
-    unproven: str = ""
+    short: str = ""
     mixed: bool = False
     digest: str | None = None
     boxes: tuple[bytes, ...] | None = None

@@ -10,14 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 
 from weightcast.config import PauseChoice, PauseMode, UpdateConfig
-from weightcast.errors import ConfigError, VerificationFailed, some
+from weightcast.errors import ConfigError, some
 from weightcast.protocols import Exporter
 from weightcast.transports.broadcast import BY_RANK
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import SpecName, TransportSpec
 from weightcast.transports.topology import Topology
-from weightcast.wire.answers import Ack
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
@@ -147,30 +146,10 @@ def check_proof(links: Sequence[Link], config: UpdateConfig) -> None:
         _warn_once(link, f"{line}: {hint}")
 
 
-def error_if_unproven(link: Link, ack: Ack, config: UpdateConfig) -> VerificationFailed | None:
-    """Returns the error of a target that cannot read tensors back, as it says; logs them if not ``strict``."""
-    names = ack.unproven
-    if not names or config.verify not in ("resident", "behaviour") or "resident" not in link.adapter.proves:
-        return None
-    count = len(link.info.specs)
-    words = f"{link.url}: {len(names)} of {count} tensors cannot be proven resident"
-    why = f"the engine's loader computes with {some(names, 6)}"
-    if config.strict and config.verify == "resident":
-        return VerificationFailed(
-            f"{words}, and strict=True asks for it: {why}",
-            url=link.url,
-            names=names,
-            hint="nothing was sent; leave strict out (--strict) to accept that, or compare answers with "
-            'verify="behaviour"',
-        )
-    _warn_once(link, f"{words}: {why}")
-    return None
-
-
 def _warn_once(link: Link, words: str) -> None:
     """Logs what a target cannot prove, unless that was the last that was said about it."""
-    if link.start.unproven != words:
-        link.start.unproven = words
+    if link.start.short != words:
+        link.start.short = words
         log.warning("%s", words)
 
 

@@ -25,7 +25,7 @@ from weightcast.wire.answers import Ack, Taken
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Commit
 
-Proof = Literal["none", "received", "partial", "resident", "behaviour"]
+Proof = Literal["none", "received", "resident", "behaviour"]
 UNPLANNED = TargetPlan()
 
 
@@ -147,7 +147,6 @@ class Outcome:
         proof: Highest level of proof that was reached.
         digest: Returns the model digest at that level; empty without proof.  Called when the update is over.
         matched: Number of engine ranks that agree with it.
-        proven: Number of tensors that were read back and equal what was sent.
         in_doubt: True if the answer to Commit was lost and the target could not be asked again.
         uncompared: True if its behaviour had to be compared with the trainer's and could not be.
         reverted: The target's answer to Revert; None if it was not switched back.
@@ -161,7 +160,6 @@ class Outcome:
     proof: Proof = "none"
     digest: Callable[[], str] = str
     matched: int = 0
-    proven: int = 0
     in_doubt: bool = False
     uncompared: bool = False
     reverted: Ack | None = None
@@ -184,17 +182,11 @@ class Outcome:
         self.matched = ack.received_ranks
         self.digest = lambda: sent.digest
 
-    def resident(self, ack: Ack, digest: str, proven: int) -> None:
-        """Records that the target keeps what was sent, according to its answer to Commit.
-
-        ``digest`` is the model digest of the ``proven`` tensors.
-        """
-        self.proof = "partial" if ack.unproven else "resident"
-        self.proven = proven
+    def resident(self, ack: Ack, digest: str) -> None:
+        """Records that the target keeps what was sent, with this model digest, according to its answer to Commit."""
+        self.proof = "resident"
         self.matched = ack.resident_ranks
         self.digest = lambda: digest
-        if ack.unproven:
-            self.add(f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them")
 
     def row(
         self,
@@ -238,8 +230,6 @@ class Outcome:
             digest=(self.digest() if serving else "") or None,
             status=status,
             proof=self.proof if serving else "none",
-            proven=self.proven if serving else 0,
-            unproven=len(ack.unproven) if serving and ack is not None else 0,
             ranks=info.tp_size if info is not None else 0,
             digests_matched=self.matched if serving else 0,
             stall_s=ack.stall_s if ack is not None else 0.0,

@@ -233,7 +233,7 @@ class Fleet:
         shared = self.stream.share_ahead()
         self.head.prepare(self.stream.plan(), shared)
         self.stream.prepare()
-        self._ranks.hear_or_raise(self.head.check_prepared())
+        self.head.end_preparing()
         self.head.meet_ahead()
 
     def _use(self, plan: UpdatePlan, layouts: Sequence[BucketLayout] = ()) -> None:

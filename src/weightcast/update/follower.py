@@ -64,9 +64,8 @@ class Follower:
     def prepare(self, plan: SendPlan, shared: Sequence[Sequence[Shared]]) -> None:
         """Hands the plan to engines; ``shared`` is as ``BucketStream.share_ahead`` returns it."""
 
-    def check_prepared(self) -> AttemptResult:
+    def end_preparing(self) -> None:
         """Waits for the engines' work on the plan."""
-        return AttemptResult()
 
     def meet_ahead(self) -> None:
         """Makes the groups that need no session."""

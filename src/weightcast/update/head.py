@@ -20,7 +20,7 @@ from weightcast.report import UpdateReport
 from weightcast.transports.blame import run_each, together
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.plan import UpdatePlan
-from weightcast.transports.preflight import check_not_older, error_if_unproven
+from weightcast.transports.preflight import check_not_older
 from weightcast.update.choose import Planner
 from weightcast.update.exchange import Exchange
 from weightcast.update.failed_attempt import FailedAttempt
@@ -99,14 +99,11 @@ class Head(Follower):
         self.members.mapped = self._preparing.mapped
         self._verifier.prepare(plan, links)
 
-    def check_prepared(self) -> AttemptResult:
-        """Waits for the engines' work on the plan, and refuses those that cannot prove all that the caller asks for."""
+    def end_preparing(self) -> None:
+        """Waits for the engines' work on the plan."""
         assert self._preparing is not None
         preparing, self._preparing = self._preparing, None
-        found = together(error_if_unproven(link, ack, self._config) for link, ack in preparing.wait())
-        if isinstance(found, WeightcastError):
-            return AttemptResult(failure=Failure.of(ConfigError(str(found), hint=found.hint)))
-        return AttemptResult()
+        preparing.wait()
 
     def meet_ahead(self) -> None:
         """As ``Members.meet_ahead``."""
@@ -188,7 +185,7 @@ class Head(Follower):
                 if self._failure is not None:
                     raise self._failure
                 assert opening is not None
-                opening.wait(self._config)
+                opening.wait()
                 if self.members.plan.exchanges:
                     carriers.invite()
                 else:

@@ -262,7 +262,7 @@ class _CopyAttempt:
         """Refuses what waits unless its digests add up to the peer's."""
         names = [spec.name for spec in self._late.specs]
         waiting = {name: ack.received[name] for name in names if name in ack.received}
-        if len(waiting) == len(names) and not ack.unproven and model_digest(waiting) == self._digest:
+        if len(waiting) == len(names) and model_digest(waiting) == self._digest:
             return
         wrong = [*ack.mismatched, *(name for name in self._differing(waiting) if name not in ack.mismatched)]
         shown = ", ".join(wrong[:_NAMES]) or "its digest is another one"

@@ -75,18 +75,16 @@ class Preparation:
             steps.append(_within(few, converse_on_loop(link.client, asking, timeout_s=config.timeout_s)))
         self._answers: Sequence[Future[Ack]] = event_loop.submit(steps)
 
-    def wait(self) -> Sequence[tuple[Link, Ack]]:
-        """Waits for the engines, and returns the answers of those that could prepare.
+    def wait(self) -> None:
+        """Waits for the engines.
 
         What keeps one of them from preparing is left to its first update, and logged.
         """
-        answers: list[tuple[Link, Ack]] = []
         for link, answer in zip(self._asked, self._answers, strict=True):
             try:
-                answers.append((link, answer.result()))
+                answer.result()
             except WeightcastError as error:
                 log.info("%s works out its first update when that comes, which takes longer: %s", link.url, error)
-        return answers
 
 
 async def _within(few: asyncio.Semaphore, answer: Coroutine[Any, Any, Ack]) -> Ack:

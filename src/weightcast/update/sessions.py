@@ -13,7 +13,6 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.transports.blame import raise_together, run_each, start_each, wait_each
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.preflight import error_if_unproven
 from weightcast.update.roster import Roster
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
@@ -68,14 +67,9 @@ class Opening:
     def _ask(self) -> Sequence[Future[object]]:
         return start_each(lambda link: link.open(self._message), self._links)
 
-    def wait(self, config: UpdateConfig) -> None:
-        """Waits for the answers; raises those of targets that refuse, or cannot prove what the caller asks for."""
-        errors = [future.exception() for future in self._asked or self._ask()]
-        acks = [link.session.opened for link in self._links]
-        raise_together(
-            error or (error_if_unproven(link, ack, config) if ack is not None else None)
-            for link, ack, error in zip(self._links, acks, errors, strict=True)
-        )
+    def wait(self) -> None:
+        """Waits for the answers; raises those of targets that refuse."""
+        raise_together([future.exception() for future in self._asked or self._ask()])
 
 
 def wanted_boxes(links: Sequence[Link], config: UpdateConfig) -> tuple[bytes, ...] | None:

@@ -191,23 +191,20 @@ class Verifier:
         if link.adapter.sees_change:
             before = link.start.digest
             link.adapter.expect_change(before is not None and bool(sent) and before != self.digest)
-        closed, specs = link.session.closed, link.info.specs
-        unproven = frozenset[str](closed.unproven if closed is not None else ())
-        proven = sum(spec.name not in unproven for spec in specs) if unproven else len(specs)
         proves = self._wants_resident and "resident" in link.adapter.proves
-        digest = sent.digest_kept(specs, without=unproven) if proves and proven else ""
+        digest = sent.digest_kept(link.info.specs) if proves else ""
         try:
             ack = await link.commit(digest, timeout_s=self._config.timeout_s)
         except (TargetRejected, TargetUnreachable):
             raise  # the target has not switched
         except WeightcastError as error:
             ack = await commit_again(link, roster, error, timeout_s=self._config.timeout_s)
-        self.compare_kept(link, ack, digest, proven)
+        self.compare_kept(link, ack, digest)
 
-    def compare_kept(self, link: Link, ack: Ack, digest: str, proven: int) -> None:
+    def compare_kept(self, link: Link, ack: Ack, digest: str) -> None:
         """Compares the weights that a target keeps with those that were sent; VerificationFailed if they differ.
 
-        ``ack`` answers Commit.  ``digest`` is that of the ``proven`` tensors together; empty for no proof.
+        ``ack`` answers Commit.  ``digest`` is that of all tensors together; empty for no proof.
         """
         outcome = link.outcome
         outcome.message = ack.message
@@ -219,7 +216,7 @@ class Verifier:
                 names=(),
             )
         if digest:
-            outcome.resident(ack, digest, proven)
+            outcome.resident(ack, digest)
         level = "resident" if self._wants_resident else self._config.verify
         if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
             can = 'it answers with log-probabilities: verify="behaviour"'

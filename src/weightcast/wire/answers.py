@@ -37,7 +37,6 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         received: Digest by name of each tensor that arrived; after a Close that asks for it.
         held: Sums of the parts of the source tensors that this rank keeps.
         taken: After Close: what this rank has taken of its share, if it receives no more than that.
-        unproven: Names of source tensors whose place in the model cannot be read back.
         part: After ReadChunk: bytes of the chunk, from the rank that was asked.  After TellBoxes: the boxes, encoded.
         chunks: After Fetch: number of chunks that this rank fetches in all.
         load_s: Seconds spent on copies since the last answer.
@@ -58,7 +57,6 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     received: dict[str, str] = {}
     held: HeldSums = NOTHING_HELD
     taken: Taken = NOTHING_TAKEN
-    unproven: tuple[str, ...] = ()
     part: bytes = b""
     chunks: Count = 0
     load_s: float = 0.0
@@ -83,7 +81,6 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         resident: After Readback: digest by name of each tensor that the ranks keep together.
         resident_ranks: After Commit: number of ranks that keep exactly what was expected.
         mismatched: Names of tensors whose digests differ between ranks or from what was expected.
-        unproven: After Prepare, Open, Close and Commit: names of tensors whose place cannot be read back.
         load_s: Seconds that the slowest rank spent on copies.
         verify_s: Seconds that the slowest rank spent on digests.
         stall_s: After Commit: seconds in which the engine generated nothing.
@@ -114,7 +111,6 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     mismatched: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
-    unproven: tuple[str, ...] = ()
     load_s: float = 0.0
     verify_s: float = 0.0
     stall_s: float = 0.0

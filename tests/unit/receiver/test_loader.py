@@ -259,35 +259,16 @@ def test_many_problems_are_counted_not_listed():
 # -- loaders that compute
 
 
-def test_computed_weights_go_through_the_models_own_loader():
-    model = ScalingModel()
-    with torch.no_grad():
-        model.load_weights(OLD.items())
-    loader = make(model, "none")
-    assert loader.computed == {"norm.weight"}
-    assert loader.unstaged_because()
-    assert loader.not_updated == ("embed", "requests_served")
-    with pytest.raises(ConfigError, match=r"norm\.weight: norm gets values computed"):
-        loader.stage("device")
-    for bucket_bytes in (64, 1000):
-        update(loader, NEW, bucket_bytes=bucket_bytes)
-        wanted = ScalingModel()
-        with torch.no_grad():
-            wanted.load_weights(NEW.items())
-        assert differing(model, state(wanted)) == []
-    held = ResidentFold().fold([RankAck(rank=0, held=loader.held())])
-    assert "norm.weight" not in held.digests
-    assert len(held.digests) == len(NEW) - 1
-
-
 @pytest.mark.parametrize("keep_storage", [False, True])
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_computed_weights_can_wait_beside_the_staged_ones(place, keep_storage):
+@pytest.mark.parametrize("place", ["device", "host", "none"])
+def test_computed_weights_go_through_the_models_own_loader_at_the_commit(place, keep_storage):
     model = ScalingModel()
     with torch.no_grad():
         model.load_weights(OLD.items())
-    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW), hold_computed=True)
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
+    assert loader.computed == {"norm.weight"}
     assert loader.unstaged_because(keep_storage=keep_storage) == ""
+    assert loader.not_updated == ("embed", "requests_served")
     assert loader.held_bytes == NEW["norm.weight"].nbytes
     loader.stage(place, keep_storage=keep_storage)
     old, (wanted, again) = state(model), (ScalingModel(), ScalingModel())
@@ -299,14 +280,17 @@ def test_computed_weights_can_wait_beside_the_staged_ones(place, keep_storage):
         loader.begin()
         for bucket in buckets_of(NEW, bucket_bytes=bucket_bytes):
             loader.load(bucket)
-        assert differing(model, old) == []
-        assert not loader.touched
+        if place != "none":
+            assert differing(model, old) == []
+        assert loader.touched == (place == "none")
         loader.commit()
         assert differing(model, state(wanted)) == []
         loader.undo()
-        assert differing(model, old) == []
+        assert differing(model, state(wanted if place == "none" else again)) == []
         update(loader, NEW, bucket_bytes=bucket_bytes)
         assert differing(model, state(wanted)) == []
+        held = ResidentFold().fold([RankAck(rank=0, held=loader.held())])
+        assert held.digests == {name: tensor_digest(tensor) for name, tensor in NEW.items()}
         update(loader, OLD, bucket_bytes=bucket_bytes)
         assert differing(model, state(again)) == []
 
@@ -323,7 +307,7 @@ def test_a_commit_that_fails_while_it_loads_computed_weights_is_undone(keep_stor
         if broken:
             raise RuntimeError("half way")
 
-    loader = Loader(model, load_weights=load_weights, expected=specs_of(NEW), hold_computed=True)
+    loader = Loader(model, load_weights=load_weights, expected=specs_of(NEW))
     loader.stage("device", keep_storage=keep_storage)
     old = state(model)
     broken = True
@@ -334,7 +318,7 @@ def test_a_commit_that_fails_while_it_loads_computed_weights_is_undone(keep_stor
     assert differing(model, old) == []
 
 
-def test_weights_of_a_loader_that_looks_at_values_do_not_wait():
+def test_a_loader_that_looks_at_values_is_refused_by_name():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -345,11 +329,8 @@ def test_weights_of_a_loader_that_looks_at_values_do_not_wait():
                 self.w.data.copy_(tensor / 2 if tensor.abs().max() > 10 else tensor)
 
     model = Model()
-    loader = Loader(
-        model, load_weights=model.load_weights, expected=specs_of({"w": torch.zeros(3)}), hold_computed=True
-    )
-    assert "w: " in loader.unstaged_because()
-    assert loader.held_bytes == 0
+    with pytest.raises(ConfigError, match="w among them, so no update could be proven"):
+        Loader(model, load_weights=model.load_weights, expected=specs_of({"w": torch.zeros(3)}))
 
 
 def test_a_computed_weight_in_rows_is_put_together_first():
@@ -369,7 +350,7 @@ def test_a_computed_weight_in_rows_is_put_together_first():
     assert torch.equal(model.w, weights["w"] * 2)
 
 
-def test_a_parameter_that_only_a_gathering_loader_would_write_is_refused():
+def test_a_parameter_that_a_loader_gathers_several_weights_for_is_computed_from_all_of_them():
     class Gathering(FusedModel):
         def load_weights(self, weights):
             held = {}
@@ -381,8 +362,11 @@ def test_a_parameter_that_only_a_gathering_loader_would_write_is_refused():
                 if len(held) == 3:
                     self.qkv.copy_(torch.cat([held[key] for key in "qkv"]))
 
-    with pytest.raises(ConfigError, match="writes qkv only when it is given several weights"):
-        make(Gathering(), "none")
+    model, wanted = Gathering(), state(loaded(NEW))
+    loader = make(model, "none")
+    assert loader.computed == {"q.weight", "k.weight", "v.weight"}
+    update(loader, NEW)
+    assert differing(model, wanted) == []
 
 
 def test_a_loader_that_puts_other_parameters_in_place_is_refused():

@@ -179,7 +179,7 @@ def test_a_source_that_nobody_wants_has_no_routes():
     recording = record(lambda name, w: None, [spec("w", 3)], {"p": torch.zeros(3)})
     assert recording.routes == {"w": []}
     assert recording.why == {}
-    assert recording.written == set()
+    assert recording.places == []
 
 
 COMPUTED = {
@@ -217,11 +217,11 @@ def test_what_is_not_a_plain_copy_is_computed(how):
     assert recording.computed == ["w"]
     assert recording.why["w"]
     assert list(recording.routes) == ["other"]
-    assert "p" in recording.written
-    assert not recording.opaque
+    assert {place.parameter for place in recording.places} == {"p"}
+    assert sum(place.box.numel for place in recording.places) == 12
 
 
-def test_a_loader_that_looks_at_values_keeps_those_weights_to_itself():
+def test_a_loader_that_looks_at_values_is_refused_with_the_names():
     param = {"p": torch.zeros(3), "q": torch.zeros(3)}
 
     def load_one(name, weight):
@@ -229,14 +229,12 @@ def test_a_loader_that_looks_at_values_keeps_those_weights_to_itself():
             weight = weight / 10
         param[name].copy_(weight)
 
-    recording = record(load_one, [spec("p", 3), spec("q", 3)], param)
-    assert recording.computed == ["p"]
-    assert recording.opaque
-    assert len(recording.routes["q"]) == 1
+    with pytest.raises(ConfigError, match=r"weights that have no values, p among them, so no update could be proven"):
+        record(load_one, [spec("p", 3), spec("q", 3)], param)
 
 
 @pytest.mark.parametrize("how", ["waits for three", "asks for the others"])
-def test_a_loader_that_gathers_several_weights_is_refused(how):
+def test_a_loader_that_gathers_several_weights_gets_them_together(how):
     # It holds q and k in its hands until v comes; given one at a time it would never copy any.
     param = {"qkv": torch.zeros(9, 4), "norm": torch.zeros(4)}
 
@@ -253,17 +251,89 @@ def test_a_loader_that_gathers_several_weights_is_refused(how):
             param["qkv"].copy_(torch.cat([held["q"], held["k"], held["v"]]))
 
     specs = [spec("q", 3, 4), spec("k", 3, 4), spec("v", 3, 4), spec("norm", 4)]
-    with pytest.raises(ConfigError, match=r"writes (norm, )?qkv only when it is given several weights"):
-        record_routes(load, specs, param)
+    recording = record_routes(load, specs, param)
+    [group] = recording.groups
+    assert group.sources == ("q", "k", "v")
+    assert [place.region.shape for place in group.places] == [(9, 4)]
+    assert [route.parameter for route in recording.routes["norm"]] == ["norm"]
 
 
-def test_a_loader_that_does_not_find_what_it_wants_keeps_those_weights_to_itself():
+def test_a_loader_that_wants_more_than_it_computes_with_is_refused():
+    param = {"p": torch.zeros(3), "q": torch.zeros(3)}
+
+    def load(weights):
+        held = dict(weights)
+        if len(held) == 2:
+            param["p"].copy_(held["p"] + 1)
+            param["q"].copy_(held["q"])
+
+    with pytest.raises(ConfigError, match="writes p only when it is given several weights at once"):
+        record_routes(load, [spec("p", 3), spec("q", 3)], param)
+
+
+@pytest.mark.parametrize("how", ["by way of a buffer", "in place of a source", "by reading the parameter"])
+def test_sources_that_are_combined_are_one_group(how):
+    param = {"p": torch.zeros(4), "other": torch.zeros(4)}
+
+    def load(weights):
+        held = {}
+        for name, weight in weights:
+            if name == "c":
+                param["other"].copy_(weight)
+                continue
+            held[name] = weight
+            if len(held) < 2:
+                if how == "by reading the parameter":
+                    param["p"].copy_(weight)
+            elif how == "by way of a buffer":
+                both = torch.zeros(2, 4)
+                both[0], both[1] = held["a"], held["b"]
+                param["p"].copy_(both.sum(0))
+            elif how == "in place of a source":
+                param["p"].copy_(held["a"].add_(held["b"]))
+            else:
+                param["p"].copy_(param["p"] * weight)
+
+    recording = record_routes(load, [spec("a", 4), spec("b", 4), spec("c", 4)], param)
+    [group] = recording.groups
+    assert group.sources == ("a", "b")
+    assert {place.parameter for place in group.places} == {"p"}
+    assert len(recording.routes["c"]) == 1
+
+
+def test_places_of_parts_are_those_parts_and_nothing_is_counted_twice():
+    param = {"p": torch.zeros(6, 4), "q": torch.zeros(3)}
+
+    def load_one(name, weight):
+        if name == "q":
+            param["q"].zero_()
+            param["q"][:2].copy_(weight + 1)
+        else:
+            part = param["p"][3 * int(name) : 3 * int(name) + 3]
+            part.copy_(weight)
+            part.copy_(torch.exp(part))
+
+    recording = record(load_one, [spec("0", 3, 4), spec("1", 3, 4), spec("q", 2)], param)
+    found = {group.sources: [place.region for place in group.places] for group in recording.groups}
+    assert found == {
+        ("0",): [Region(offset=0, shape=(3, 4), stride=(4, 1))],
+        ("1",): [Region(offset=12, shape=(3, 4), stride=(4, 1))],
+        ("q",): [Region(offset=0, shape=(3,), stride=(1,))],
+    }
+
+
+def test_a_source_may_meet_the_parameters_own_values():
+    param = {"p": torch.zeros(3, 4), "scale": torch.randn(3)}
+    recording = record(lambda name, w: param["p"].copy_(w * param["scale"][:, None]), [spec("w", 3, 4)], param)
+    assert recording.computed == ["w"]
+
+
+def test_a_loader_that_does_not_find_what_it_wants_is_refused():
     def load_one(name, weight):
         raise KeyError(name)
 
-    recording = record(load_one, [spec("w", 3)], {"p": torch.zeros(3)})
-    assert recording.opaque
-    assert recording.why == {"w": "KeyError: 'w'"}
+    with pytest.raises(ConfigError, match="KeyError: 'w'"):
+        record(load_one, [spec("w", 3)], {"p": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("how", ["rows", "columns"])
@@ -291,7 +361,7 @@ def test_a_copy_over_two_parameters_at_once_is_computed():
     param = {"first": flat[:4], "second": flat[4:]}
     recording = record(lambda _, w: flat.copy_(w), [spec("w", 6, 4)], param)
     assert recording.why == {"w": "one copy writes first and second, which share memory"}
-    assert recording.written == {"first", "second"}
+    assert {place.parameter for place in recording.places} == {"first", "second"}
 
 
 def test_a_loader_that_reads_ahead_is_not_mistaken():
@@ -303,7 +373,7 @@ def test_a_loader_that_reads_ahead_is_not_mistaken():
 
     recording = record_routes(load, [spec(name, 3) for name in "abc"], param)
     assert recording.computed == ["a"]
-    assert recording.written == {"a"}
+    assert {place.parameter for place in recording.places} == {"a"}
     assert {name: len(routes) for name, routes in recording.routes.items()} == {"b": 1, "c": 1}
 
 
@@ -316,7 +386,7 @@ def test_padding_that_would_change_makes_the_weight_computed():
 
     recording = record(load_one, [spec("w", 3, 4)], param)
     assert recording.computed == ["w"]
-    assert recording.written == {"embed"}
+    assert {place.parameter for place in recording.places} == {"embed"}
 
 
 @pytest.mark.parametrize("how", ["zeroed, then copied", "copied whole, then zeroed", "zeroed twice"])
@@ -418,4 +488,4 @@ def test_a_constant_over_a_part_that_is_no_box_keeps_the_weight_with_the_loader(
 
     recording = record(load_one, [spec("w", 4, 6)], param)
     assert recording.why == {"w": "p is written twice, in parts that are no boxes"}
-    assert recording.written == {"p"}
+    assert {place.parameter for place in recording.places} == {"p"}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
 from tests.helpers.models import weights_of
 from tests.helpers.sessions import Sender
 from weightcast.digest.definition import model_digest
-from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Message
 
 
 def test_what_is_kept_otherwise_than_expected_is_undone(bench):
@@ -106,18 +103,3 @@ def test_ranks_that_received_something_else_are_counted(bench):
     assert ack.received_all == sender.sent().of_all
     assert ack.received == {}
     assert ack.received_ranks == 1
-
-
-def test_what_any_rank_cannot_prove_is_told(bench, monkeypatch):
-    made = bench(tp_size=2)
-    apply = made.ranks.apply
-
-    def beside(message: Message, *, timeout_s: float) -> list[RankAck]:
-        names = (("scale",), ("o.weight", "scale"))
-        acks = apply(message, timeout_s=timeout_s)
-        return [msgspec.structs.replace(ack, unproven=names[ack.rank]) for ack in acks]
-
-    monkeypatch.setattr(made.ranks, "apply", beside)
-    sender = Sender(weights_of(1), version=1)
-    assert made.transfer(sender).unproven == ("scale", "o.weight")
-    assert made.tell(sender.commit()).unproven == ("scale", "o.weight")

@@ -113,7 +113,7 @@ class RawSession:
     def close(self) -> Ack:
         """Says that all buckets were sent."""
         ack = self.send(Close(session=self.session, buckets=self.num_buckets, by_name=True))
-        self._received = {name: digest for name, digest in ack.received.items() if name not in ack.unproven}
+        self._received = ack.received
         return ack
 
     def commit(self, digest: str = "") -> Ack:

@@ -17,7 +17,7 @@ from fastapi import FastAPI, HTTPException
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.engine_server import EngineServer
 from weightcast.plugins.other_hosts import SET_A_SECRET, Elsewhere, engine_secret
-from weightcast.plugins.rank_sockets import computed_by, engine_facts, transports_of
+from weightcast.plugins.rank_sockets import engine_facts, transports_of
 from weightcast.plugins.vllm.answer_versions import AddsVersions, watch
 from weightcast.plugins.vllm.api_servers import Door, HandsOn, add_first, found_door, number_of
 from weightcast.plugins.vllm.core_switch import OWNER
@@ -178,7 +178,6 @@ class Endpoints(EngineServer):
             hazards=hazards_of(
                 config,
                 keeps_draft=keeps_draft(config),
-                computed=computed_by(executor.hellos),
                 not_updated=settings.not_updated,
             ),
         )

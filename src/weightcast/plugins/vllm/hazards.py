@@ -5,24 +5,18 @@ Settings that make an update wrong are refused at vLLM's start.  These here make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from weightcast.errors import some
 from weightcast.plugins import drafts
 
 
-def hazards_of(
-    vllm_config: Any, *, keeps_draft: bool, computed: Sequence[str], not_updated: str = ""
-) -> tuple[str, ...]:
+def hazards_of(vllm_config: Any, *, keeps_draft: bool, not_updated: str = "") -> tuple[str, ...]:
     """The hazards, one sentence each."""
     found: list[str] = []
     if not_updated:
         found.append(f"by its setting not_updated it keeps the tensors that match {not_updated!r}")
     if keeps_draft:
         found.append(drafts.keeps_draft("vLLM"))
-    if computed:
-        found.append(f"the loader computes with these tensors, so no rank can prove them: {some(computed)}")
     if vllm_config.lora_config is not None:
         found.append(
             "adapters that vLLM loads from folders stay as they are, also if they were trained for other weights"

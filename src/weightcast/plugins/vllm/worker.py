@@ -230,7 +230,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             before_commit=[models.unpacked.derivation.run_ahead] if models.unpacked.quantised_bytes else (),
             between_steps=lambda do: self.rank_server.between_steps(do),
             staging="none",  # until vLLM has measured its memory; see ``SecondSets.take_room``
-            hold_computed=True,
         )
         loader = receiver.loader
         loader.expect_kept_dtypes()

@@ -347,9 +347,13 @@ def test_what_the_engine_changed_after_loading_is_refused_by_name() -> None:
         SglangRank(made)
 
 
-def test_a_model_that_computes_weights_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"cannot wait.*norm\.weight: norm gets values computed"):
-        SglangRank(runner(0, 1, ScalingModel))
+def test_a_model_that_computes_weights_is_taken_unless_the_engine_changed_them() -> None:
+    assert SglangRank(runner(0, 1, ScalingModel)).receiver.loader.computed == {"norm.weight"}
+    made = runner(0, 1, ScalingModel)
+    with torch.no_grad():
+        made.model.norm.neg_()
+    with pytest.raises(ConfigError, match=r"changed norm after loading"):
+        SglangRank(made)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_the_hint_for_an_engine_without_our_receiver_names_the_page_of_its_own(k
 
 
 def test_a_plain_server_has_none():
-    assert hazards_of(config(), keeps_draft=False, computed=()) == ()
+    assert hazards_of(config(), keeps_draft=False) == ()
     assert store_outside(config()) == ""
     check_stores(config())
 
@@ -64,14 +64,13 @@ def test_a_plain_server_has_none():
     ("changes", "options", "words"),
     [
         ({}, {"keeps_draft": True}, "the draft model keeps the weights"),
-        ({}, {"computed": ["a", "b", "c", "d", "e"]}, "so no rank can prove them: a, b, c, d and 1 more"),
         ({"lora_config": object()}, {}, "adapters that vLLM loads from folders"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "scales of its KV cache"),
         ({}, {"not_updated": "visual.*"}, "keeps the tensors that match 'visual.*'"),
     ],
 )
 def test_the_plug_in_names_each(changes, options, words):
-    found = hazards_of(config(**changes), **({"keeps_draft": False, "computed": ()} | options))
+    found = hazards_of(config(**changes), **({"keeps_draft": False} | options))
     assert len(found) == 1
     assert words in found[0]
 

@@ -1,0 +1,240 @@
+"""The sources that a model's loader computes with: they wait for the loader, and what it made of them is proven.
+
+No route leads from such a source to a parameter.  So the loader computes once more, into other memory, and the live
+parameters must equal that, bit for bit.  The sums of both the sources and the computed places are kept: a read-back
+reports the sum of a source as long as all that was computed from it is resident unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightcast.digest.copies import host_bytes
+from weightcast.digest.definition import partial_sums
+from weightcast.digest.pieces import TensorPiece
+from weightcast.errors import EngineFailure, Refused, some
+from weightcast.receiver.recorder import ComputedGroup, LoadWeights
+from weightcast.receiver.redirect import Redirected
+from weightcast.wire.held import HeldPart, HeldSums, HeldTable
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.routes import Route
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedProof:
+    """Sums of one version, to be read mod 2**64.
+
+    Attributes:
+        sources: Sum of each source as it came, int64 ``[sources]``.
+        places: Sum of each place that was computed from them, int64 ``[places]``.
+    """
+
+    sources: torch.Tensor
+    places: torch.Tensor
+
+
+class ComputedSources:
+    """One rank's computed sources.
+
+    Attributes:
+        names: Their names.
+        places: All places that are computed, as ``ComputedGroup`` has them.
+        proof: That of the live weights; None if it is not known what they were computed from.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ComputedGroup],
+        load_weights: LoadWeights,
+        expected: Mapping[str, TensorSpec],
+        residents: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Takes what the recorder found; ``expected`` says in which dtype each source is summed."""
+        self.names = tuple(name for group in groups for name in group.sources)
+        self.places: list[Route] = [place for group in groups for place in group.places]
+        self._groups = tuple(groups)
+        self._load_weights = load_weights
+        self._expected = expected
+        self._residents = residents
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._loaded: dict[ComputedGroup, ComputedProof] = {}
+        self._told: ComputedProof | None = None  # by a peer, in this update
+        self._proves = False
+        self.proof: ComputedProof | None = None
+        self._before: ComputedProof | None = None
+        numbers = {name: number for number, name in enumerate(self.names)}
+        pairs = [
+            (numbers[name], place)
+            for place, group in enumerate(group for group in groups for _ in group.places)
+            for name in group.sources
+        ]
+        self._pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        self._tables: tuple[HeldTable, HeldTable, HeldTable] | None = None  # of all that is summed; see ``_answered``
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all sources."""
+        return sum(self._expected[name].size_bytes for name in self.names)
+
+    @property
+    def first_places(self) -> dict[str, Route]:
+        """The first of the places that are computed from each source, by its name."""
+        return {name: group.places[0] for group in self._groups for name in group.sources}
+
+    def begin(self, *, proves: bool) -> None:
+        """Starts an update; without ``proves`` nothing is computed a second time."""
+        self._waiting.clear()
+        self._loaded.clear()
+        self._told = None
+        self._proves = proves
+
+    def take(self, name: str, whole: torch.Tensor) -> None:
+        """Keeps a source for the loader."""
+        self._waiting[name] = whole
+
+    def load(self) -> None:
+        """Loads each group whose sources are all here into the live parameters.
+
+        Raises:
+            EngineFailure: The loader does not put the same bits there as it computes again; the text names the sources.
+        """
+        self.proof = None
+        for group in self._groups:
+            if all(name in self._waiting for name in group.sources):
+                sources = [(name, self._waiting.pop(name)) for name in group.sources]
+                with torch.no_grad():
+                    if self._proves:
+                        self._loaded[group] = self._load_twice(group, sources)
+                    else:
+                        self._load_weights(sources)
+
+    def tell(self) -> bytes:
+        """The proof of the live weights, for a peer that copies them; ``Refused`` if there is none."""
+        if self.proof is None:
+            raise Refused(
+                f"this model computes with {some(self.names)} while it loads, and no proven update has brought them "
+                "since the engine started",
+                hint="copy from an engine that was updated by the trainer since it started",
+            )
+        return host_bytes(torch.cat([self.proof.sources, self.proof.places]))
+
+    def hear(self, data: bytes) -> None:
+        """Takes the proof of weights that are copied from a peer; ``Refused`` if it is not one of as many sums."""
+        counts = [len(self.names), len(self.places)]
+        if len(data) != 8 * sum(counts):
+            raise Refused(f"the sums of computed tensors have {len(data)} bytes instead of {8 * sum(counts)}")
+        self._told = ComputedProof(*torch.frombuffer(bytearray(data), dtype=torch.int64).split(counts))
+
+    def check_live(self, name: str, whole: torch.Tensor) -> list[str]:
+        """Compares the live parameters with what the loader computes from a checkpoint's tensors, given one by one.
+
+        Returns:
+            Names of parameters that differ.  If none does, the live weights have a proof once all tensors were given.
+        """
+        if name not in self.names:
+            return []
+        self._waiting[name] = whole
+        for group in self._groups:
+            if name in group.sources and all(other in self._waiting for other in group.sources):
+                sources = [(other, self._waiting.pop(other)) for other in group.sources]
+                sums = self._sum(sources)
+                with torch.no_grad():
+                    computed = self._compute(group, sources)
+                if any(differs := computed.differs()):
+                    return [place.parameter for place, wrong in zip(group.places, differs, strict=True) if wrong]
+                self._loaded[group] = ComputedProof(sums, computed.sums().cpu())
+        self.settle()
+        return []
+
+    def switch(self) -> None:
+        """Called before other weights become live."""
+        self._before, self.proof = self.proof, None
+
+    def settle(self) -> None:
+        """Called when all of an update is live: it is proven from now on."""
+        if self._told is not None:
+            self.proof = self._told
+        elif self._loaded and len(self._loaded) == len(self._groups):
+            found = [self._loaded[group] for group in self._groups]
+            self.proof = ComputedProof(
+                torch.cat([one.sources for one in found]), torch.cat([one.places for one in found])
+            )
+
+    def undo(self) -> None:
+        """Called when the weights before ``switch`` are live again."""
+        self.proof, self._before = self._before, None
+
+    def forget(self) -> None:
+        """Called when someone else has written the weights."""
+        self.proof = self._before = None
+
+    def answer_copied(self, found: HeldSums) -> HeldSums:
+        """As ``answer``, for weights that were copied from a peer and wait."""
+        return self._answer(found, self._told)
+
+    def answer(self, found: HeldSums) -> HeldSums:
+        """Sums of the parts of sources, from those of parts and, at the end, of all ``places``.
+
+        The sum of a source is the one with which it came, plus the number of places that are not as computed from it.
+        """
+        return self._answer(found, self.proof)
+
+    def _answer(self, found: HeldSums, proof: ComputedProof | None) -> HeldSums:
+        if not self.places:
+            return found
+        count = len(found.totals) - len(self.places)
+        without, table = self._answered(found.table)
+        if proof is None:
+            return HeldSums(without, found.totals[:count])
+        sources, places = self._pairs.unbind(1)
+        differs = (found.totals[count:] != proof.places).to(torch.int64)
+        totals = proof.sources.index_add(0, sources, differs[places])
+        return HeldSums(table, torch.cat([found.totals[:count], totals]))
+
+    def empty_answer(self, summed: HeldTable) -> HeldSums:
+        """What ``answer`` returns once there is a proof, for this table of all that is summed, with sums of 0."""
+        table = self._answered(summed)[1] if self.places else summed
+        return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
+
+    def _answered(self, summed: HeldTable) -> tuple[HeldTable, HeldTable]:
+        """The tables of answers without and with the sources, for the table of all that is summed."""
+        if self._tables is None or self._tables[0] is not summed:
+            parts = summed.parts[: len(summed.parts) - len(self.places)]
+            specs = [self._expected[name] for name in self.names]
+            wholes = [HeldPart(spec=spec, box_offset=(0,) * len(spec.shape), box_shape=spec.shape) for spec in specs]
+            self._tables = summed, HeldTable(parts), HeldTable((*parts, *wholes))
+        return self._tables[1:]
+
+    def _load_twice(self, group: ComputedGroup, sources: Sequence[tuple[str, torch.Tensor]]) -> ComputedProof:
+        sums = self._sum(sources)
+        self._load_weights([(name, whole.clone()) for name, whole in sources])  # it may change what it gets
+        computed = self._compute(group, sources)
+        if any(differs := computed.differs()):
+            wrong = [place.parameter for place, differ in zip(group.places, differs, strict=True) if differ]
+            names = some(list(dict.fromkeys(wrong)))
+            how = "and something else in the parameters' place"
+            if not computed.equals(self._compute(group, sources)):
+                how = "but other values each time"
+            raise EngineFailure(
+                f"{some(group.sources)} cannot be proven: load_weights computes {names} from it, {how}",
+                hint="let load_weights compute the same values from the same weights, whatever was there before",
+            )
+        return ComputedProof(sums, computed.sums().cpu())
+
+    def _compute(self, group: ComputedGroup, sources: Sequence[tuple[str, torch.Tensor]]) -> Redirected:
+        """What the loader makes of sources now, in memory that lives as long as the result."""
+        computed = Redirected(group.places, self._residents)
+        with computed:
+            self._load_weights([(name, whole.clone()) for name, whole in sources])
+        return computed
+
+    def _sum(self, sources: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        """Sums of sources in the dtypes that are expected, int64 ``[sources]`` on the CPU."""
+        pieces = [
+            TensorPiece(tensor=whole.to(self._expected[name].torch_dtype), full_shape=tuple(whole.shape))
+            for name, whole in sources
+        ]
+        return partial_sums(pieces).cpu()
