@@ -152,8 +152,8 @@ GONE: Mapping[str, str] = {
     'keep_mapped=True; transport="rdma" reads through NIXL',
     "first_version": "leave it out: update(version=N) refuses a version that is too low",
     "max_connections": "leave it out: the process's limit of open files decides (ulimit -n)",
-    "min_proven_share": "leave it out: the report has the share of tensors that were proven; strict=True (--strict) "
-    "refuses a target that cannot prove all",
+    "min_proven_share": "leave it out: a target proves all tensors or none; strict=True (--strict) refuses one that "
+    "cannot",
     "progress": "write on_event=...: StepEnded has sent_bytes and total_bytes after each bucket",
     "require": "write verify=LEVEL, strict=True (--verify LEVEL --strict): a target that cannot prove it is refused",
 }

@@ -42,6 +42,7 @@ def test_what_the_loader_computes_is_proven_as_what_it_copies(tmp_path: Path, tp
             if name == "B":
                 continue
             assert said["A"][0] != said["B"][0]
+            assert verified(folders["A"], engine)[0] == 0  # it read once more what it had computed from
             # At defaults, and strict: whatever is not proven would be refused.
             with (
                 CheckpointExporter(folders["B"]) as checkpoint,

@@ -94,8 +94,7 @@ def test_biases_of_experts_that_a_kernel_holds_are_updated_on_every_rank(tmp_pat
         (row,) = status(engine)
         assert row["staging"] == "device"
         code, found = verified(folders["A"], engine)
-        assert (code, found["differences"]) == (1, [])  # nobody knows yet what the biases were computed from
-        assert [name.rpartition(".")[2] for name in found["unreadable"]] == ["down_proj_bias"] * 2
+        assert (code, found["differences"], found["unreadable"]) == (0, [], [])
         for version, name, via in ((1, "B", "ipc"), (2, "A", "broadcast"), (3, "B", "ipc")):
             # Two of 37 tensors are computed while they load, the biases on the second rank.
             report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "256KiB")

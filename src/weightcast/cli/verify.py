@@ -53,7 +53,8 @@ class Comparison:
         tensors: Number of names in the checkpoint and in the engine together.
         equal: Number of tensors that are proven equal.
         size_bytes: Bytes of the checkpoint's tensors that were compared.
-        unreadable: Names of tensors that the engine transforms while loading and cannot read back; they are unproven.
+        unreadable: Names of tensors that the engine computes with while loading, and of which it does not know what it
+            computed from: it started with random weights, or got them in an update without proof.
         not_kept: Names of tensors of the checkpoint that the engine does not use.
         ok: True if nothing differs and everything that the engine keeps could be read.
     """

@@ -81,6 +81,7 @@ def staged_receiver(
     if not loader.staging.staged:
         why = loader.unstaged_because(keep_storage=True) or "there is no memory for a second set of weights"
         raise ConfigError(f"new weights of this model cannot wait beside those that serve: {why}", hint=without)
+    loader.expect_kept_dtypes()
     changed = changed_since_load(loader, read_both())
     if changed:
         raise ConfigError(
@@ -88,7 +89,6 @@ def staged_receiver(
             "would be wrong",
             hint="use an attention and MoE backend that keeps weights as they are loaded",
         )
-    loader.expect_kept_dtypes()
     log.info(
         "weightcast: rank %d stages updates on: %s, %.2f GiB (%.2f GiB switch without a copy); %d tensors",
         rank,

@@ -195,7 +195,7 @@ class ComputedSources:
         return HeldSums(table, torch.cat([found.totals[:count], totals]))
 
     def empty_answer(self, summed: HeldTable) -> HeldSums:
-        """What ``answer`` returns once there is a proof, for this table of all that is summed, with sums of 0."""
+        """Sums of 0 for the parts that ``answer`` has once there is a proof, given the table of all that is summed."""
         table = self._answered(summed)[1] if self.places else summed
         return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
 
@@ -225,7 +225,7 @@ class ComputedSources:
         return ComputedProof(sums, computed.sums().cpu())
 
     def _compute(self, group: ComputedGroup, sources: Sequence[tuple[str, torch.Tensor]]) -> Redirected:
-        """What the loader makes of sources now, in memory that lives as long as the result."""
+        """Lets the loader compute into other memory, which lives as long as the result."""
         computed = Redirected(group.places, self._residents)
         with computed:
             self._load_weights([(name, whole.clone()) for name, whole in sources])

@@ -1,4 +1,4 @@
-"""What a loader computes is proven by computing it once more: every byte of it, then and later, and going back."""
+"""Computed tensors are proven by computing them once more: every byte of them, then and later, and going back."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -137,6 +137,13 @@ class LoadedModels:
     def checks(self) -> tuple[Finisher, ...]:
         """Look at every element of each layer."""
         return tuple(unpacked.check for unpacked, _ in self._parts.values())
+
+    def values_of(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reads some tensors of the checkpoints once more; none of random weights."""
+        for prefix, (_, checkpoint) in self._parts.items():
+            own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+            if own and not checkpoint.dummy:
+                yield from ((f"{prefix}{name}", tensor) for name, tensor in checkpoint.values_of(own))
 
     def load_weights(self, weights: Weights) -> None:
         """Gives each model's loader its own tensors, in their order; those of the draft come after the model's."""
@@ -336,6 +343,14 @@ class CheckpointSpecs:
         if not self.specs and not self.left_out:
             raise _no_names("vLLM was started without a checkpoint")
         self._check_left_out()
+
+    def values_of(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reads some tensors of the checkpoint once more."""
+        specs, heads, left_out = [*self.specs], dict(self.heads), [*self.left_out]
+        try:
+            yield from ((name, tensor) for name, tensor in self.weights() if name in names)
+        finally:
+            self.specs[:], self.heads, self.left_out = specs, heads, left_out
 
     def _check_left_out(self) -> None:
         if not self._not_updated:

@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from weightcast.comm.authenticated import Secret
-from weightcast.errors import ConfigError, WeightcastError, error_words
+from weightcast.errors import ConfigError, WeightcastError, error_words, some
 from weightcast.plugins.engine_needs import reason_logged
 from weightcast.plugins.hook_points import check_worker
 from weightcast.plugins.other_hosts import SET_A_SECRET, RankInvitation, engine_secret
@@ -56,6 +56,7 @@ from weightcast.plugins.vllm.unpacked_model import UnpackedModel
 from weightcast.plugins.vllm.weights_pool import WeightsPool
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver.layout_check import changed_since_load
 
 # In the tree of vLLM: its worker processes have no handler for others.
 log = logging.getLogger("vllm.weightcast")
@@ -233,6 +234,12 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         loader = receiver.loader
         loader.expect_kept_dtypes()
+        changed = changed_since_load(loader, models.values_of(loader.computed))
+        if changed:
+            raise ConfigError(
+                f"vLLM has changed {some(changed)} after loading, so that an update through its loader would be wrong",
+                hint="use another kernel for that layer (--linear-backend, --moe-backend), or vLLM's own transfer",
+            )
         loader.not_updated = tuple(name for name in loader.not_updated if name not in models.constants)
         check_cache_scales(loader.skipped)
         heads = models.heads
