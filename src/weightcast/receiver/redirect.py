@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Redirected(TorchDispatchMode):
     def __init__(self, places: Sequence[Route], residents: Mapping[str, torch.Tensor]) -> None:
         """Takes the places that may be written, and all parameters by name as they lie now."""
         super().__init__()
-        self._storages = {storage_id(tensor) for tensor in residents.values()}
+        self._residents = residents
         self._live = [region_of(residents[place.parameter], place) for place in places]
         self._runs: dict[int, list[_Run]] = {}
         for number, spans in _spans(self._live).items():
@@ -78,7 +79,7 @@ class Redirected(TorchDispatchMode):
             if all(storage_id(tensor) in known for tensor in tensors_in(found)):
                 return found  # a view; the others are copies after all, which must be of the other memory
         for tensor in written_tensors(func, args, kwargs):
-            if storage_id(tensor) in self._storages and tensor.numel() and not self._lies_in_a_run(tensor):
+            if tensor.numel() and not self._lies_in_a_run(tensor) and storage_id(tensor) in self._storages:
                 raise EngineFailure(f"load_weights writes another place than when it was watched ({func})")
         originals: dict[int, torch.Tensor] = {}
 
@@ -91,6 +92,11 @@ class Redirected(TorchDispatchMode):
 
         found = func(*tree_map(elsewhere, args), **tree_map(elsewhere, kwargs))
         return with_originals(found, originals)
+
+    @cached_property
+    def _storages(self) -> frozenset[int]:
+        """Those of all parameters; most loaders write nothing else that would have to be looked up here."""
+        return frozenset(map(storage_id, self._residents.values()))
 
     def _touches_a_run(self, tensor: torch.Tensor) -> bool:
         span = _span(tensor)

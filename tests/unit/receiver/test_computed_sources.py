@@ -446,3 +446,36 @@ def test_proof_of_memory_that_is_not_contiguous_and_of_views():
     assert torch.equal(model.left, weights["left"].sigmoid())
     assert torch.equal(model.right, weights["right"].sigmoid())
     receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("writes another parameter", "load_weights writes another place than when it was watched"),
+        ("reads all of the parameter", "load_weights computes with more of a parameter than the places that it writes"),
+    ],
+)
+def test_a_loader_that_does_other_things_than_when_it_was_watched_is_refused(how, words):
+    class Sly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(8), requires_grad=False)
+            self.other = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                if how == "writes another parameter" and not tensor.is_meta:
+                    self.other.data.copy_(tensor)
+                more = self.w.mean() if how == "reads all of the parameter" else 1
+                self.w.data[:4].copy_(tensor + more)
+
+    model, weights = Sly(), {"w": torch.randn(4)}
+    receiver = WeightReceiver(model, load_weights=model.load_weights, expected=specs_of(weights))
+    sender = Sender(weights)
+    for message in sender.transfer():
+        assert receiver.apply(message).ok
+    ack = receiver.apply(sender.commit())
+    assert words in ack.error
+    assert receiver.apply(sender.abort()).ok
+    assert not model.w.any()
+    receiver.close()
