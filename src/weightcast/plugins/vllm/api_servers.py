@@ -2,8 +2,8 @@
 
 The servers are processes that share one port, so a request may reach any of them.  Each has its own connection to the
 engine cores.  Pauses, caches and weight versions are the cores' own and hold for the requests of all servers.  Sessions
-are the owner's alone: every other server hands requests that concern updates on to it, as ASGI messages over a Unix
-socket.  One connection carries one request and its answer, so the owner notices when the client hangs up.
+are the owner's alone: every other server hands requests that concern updates on to it, by HTTP over a Unix socket.
+One connection carries one request and its answer, so the owner notices when the client hangs up.
 """
 
 # vLLM is not installed where this is checked.
@@ -13,17 +13,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
-import socket
-import struct
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
-from fastapi import FastAPI
+import uvicorn
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ConnectionTimeoutError,
+    UnixConnector,
+)
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from yarl import URL
 
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.receiver.server import refusal
@@ -33,13 +44,10 @@ log = logging.getLogger("weightcast.plugins.vllm")
 
 _START_S = 600.0
 _LOOK_S = 0.1
-_CONNECT_S = 1.0
-_LENGTH_BYTES = 8
-_CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
+_TIMEOUT = ClientTimeout(total=None, sock_connect=1.0)  # a lease lasts as long as its session
 _ROUTES = "/weightcast/"
 _KEPT_APART = frozenset({"/sleep", "/wake_up", "/release_kv_cache_memory", "/resume"})  # vLLM's own; see ``sleep``
-_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-_HUNG_UP: Message = {"type": "http.disconnect"}
+_OF_A_CONNECTION = frozenset({b"connection", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade"})
 _GONE = "API server 0, which owns the sessions of updates, "
 
 
@@ -59,69 +67,59 @@ def number_of(vllm_config: Any, args: Any) -> tuple[int, int]:
     return max(number or 0, 0), servers
 
 
-class Door:
-    """The owner's Unix socket: an abstract one, which leaves no file if the process is killed.
+class Door(uvicorn.Server):
+    """The owner's Unix socket, in a folder that no other user can enter.
 
     Its methods run on the server's event loop.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         """``app`` is the owner's whole app, whose checks of keys apply to requests of other servers too."""
-        self._app = app
-        self._listening: asyncio.Server | None = None
+        self._folder = TemporaryDirectory(prefix="weightcast-")
+        self.path = str(Path(self._folder.name) / "owner")
+        os.mknod(self.path, 0o600 | stat.S_IFSOCK)  # uvicorn keeps the mode of a socket that it finds
+        # The other server adds the headers of its own, and vLLM's server has set up the log.
+        own: dict[str, Any] = {"server_header": False, "date_header": False, "proxy_headers": False, "log_config": None}
+        super().__init__(uvicorn.Config(app, uds=self.path, lifespan="off", ws="none", **own))
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leaves signals to vLLM's own server in this process."""
+        yield
 
     async def open(self) -> str:
-        """Returns the name of the socket, to which the other servers can connect from now on."""
-        name = f"\0weightcast-{secrets.token_hex(16)}"
-        self._listening = await asyncio.start_unix_server(self._serve, name)
-        return name
+        """Returns the path of the socket, to which the other servers can connect from now on."""
+        self._serving = asyncio.create_task(self._serve_until_closed())
+        while not self.started:
+            await asyncio.sleep(_LOOK_S)
+        return self.path
 
-    def close(self) -> None:
-        """Takes no more connections."""
-        if self._listening is not None:
-            self._listening.close()
+    async def close(self) -> None:
+        """Ends the requests of other servers, and deletes the socket."""
+        self.should_exit = self.force_exit = True
+        await self._serving
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # No file's rights keep other users out.
-        peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(peer)[1] != os.geteuid():
-            log.warning("weightcast: a process of another user was turned away from the socket of API server 0")
-            writer.close()
-            return
-
-        async def receive() -> Message:
-            return await _read(reader) or _HUNG_UP
-
-        async def send(message: Message) -> None:
-            with suppress(ConnectionError):  # the client has hung up, as ``receive`` says
-                await _write(writer, message)
-
-        try:
-            scope = await _read(reader)
-            if scope is not None:
-                await self._app(scope, receive, send)
-            while await _read(reader):  # closing with something unread would break the answer off
-                pass
-        finally:
-            writer.close()
+    async def _serve_until_closed(self) -> None:
+        with self._folder:
+            await self.serve()
 
 
 async def found_door(ask: Callable[[], Awaitable[Any]], number: int) -> str:
-    """Returns the name of the owner's socket once it is open; then the owner is ready, too.
+    """Returns the path of the owner's socket once it is open; then the owner is ready, too.
 
     Args:
-        ask: Asks the engine cores for the name, which the owner tells them.
+        ask: Asks the engine cores for the path, which the owner tells them.
 
     Raises:
         EngineFailure: The owner did not open it in time.
     """
     deadline = Deadline(_START_S)
-    while not (name := str(await ask())):
+    while not (path := str(await ask())):
         if deadline.left_s() <= 0:
             raise EngineFailure(f"{_GONE}was not ready within {_START_S:g} s")
         await asyncio.sleep(_LOOK_S)
     log.info("weightcast: API server %d hands requests that concern updates on to API server 0", number)
-    return name
+    return path
 
 
 def add_first(app: FastAPI, middleware: Any, **arguments: Any) -> None:
@@ -135,81 +133,58 @@ class HandsOn:
     """Middleware of an API server: requests that concern updates go to the owner, if that is another process."""
 
     def __init__(self, app: ASGIApp, *, owner: Callable[[], str]) -> None:
-        """``owner`` returns the name of the owner's socket; empty in the owner itself."""
+        """``owner`` returns the path of the owner's socket; empty in the owner itself."""
         self._app = app
         self._owner = owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Has a request answered here or by the owner."""
-        name = self._owner() if scope["type"] == "http" else ""
-        if not name or not _concerns_updates(scope["path"].removeprefix(scope.get("root_path", ""))):
+        path = self._owner() if scope["type"] == "http" else ""
+        root = scope.get("root_path", "")
+        if not path or not _concerns_updates(scope["path"].removeprefix(root)):
             await self._app(scope, receive, send)
             return
-        try:
-            reader, writer = await _connected(name)
-        except OSError as error:
-            await refusal(503, f"{_GONE}cannot be reached: {error}")(scope, receive, send)
-            return
-        # Both at once: the owner may answer before it has the body, and must notice when the client hangs up.
-        work = [asyncio.ensure_future(_ask(scope, receive, writer)), asyncio.ensure_future(_answer(reader, send))]
-        try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            writer.close()
-            for task in work:
-                task.cancel()
-            ended = await asyncio.gather(*work, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, Exception):
-                raise error
-
-
-async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connects to the owner; raises OSError if it is gone, or does not take the connection."""
-    end = socket.socket(socket.AF_UNIX)
-    try:
-        end.settimeout(_CONNECT_S)
-        end.connect(name)  # at once; uvloop itself cannot connect to an abstract socket
-        return await asyncio.open_unix_connection(sock=end)
-    except BaseException:
-        end.close()
-        raise
+        request = Request(scope, receive)
+        url = URL.build(
+            scheme="http",
+            host="owner",
+            path=scope["raw_path"].decode().removeprefix(root),
+            query_string=scope["query_string"].decode(),
+            encoded=True,
+        )
+        has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
+        async with ClientSession(connector=UnixConnector(path), auto_decompress=False, timeout=_TIMEOUT) as session:
+            try:
+                answer = await session.request(
+                    request.method,
+                    url,
+                    data=request.stream() if has_body else None,
+                    headers=[(name.decode(), value.decode()) for name, value in _end_to_end(request.headers.raw)],
+                    skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                    allow_redirects=False,
+                )
+            except (ClientConnectorError, ConnectionTimeoutError) as error:
+                await refusal(503, f"{_GONE}cannot be reached: {error}")(scope, receive, send)
+                return
+            async with answer:
+                response = StreamingResponse(_parts(answer), answer.status)
+                response.raw_headers = _end_to_end(answer.raw_headers)
+                await response(scope, receive, send)
 
 
 def _concerns_updates(path: str) -> bool:
     return path.startswith(_ROUTES) or path in _KEPT_APART
 
 
-async def _ask(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> None:
-    """Sends a request; returns when its client has hung up, or has the whole answer."""
-    message = {name: scope[name] for name in (*_SCOPE, "headers") if name in scope}
-    while message != _HUNG_UP:
-        with suppress(ConnectionError):  # reading the answer says that the owner is gone
-            await _write(writer, message)
-        message = await receive()
+def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Leaves out what belongs to one connection."""
+    return [(name.lower(), value) for name, value in headers if name.lower() not in _OF_A_CONNECTION]
 
 
-async def _answer(reader: asyncio.StreamReader, send: Send) -> None:
-    """Sends the owner's answer on.  Raises ``EngineFailure`` if it ends early: it must not look like a whole one."""
-    more = True
-    while more:
-        message = await _read(reader)
-        if message is None:
-            raise EngineFailure(f"{_GONE}has ended in the middle of an answer")
-        more = message["type"] != "http.response.body" or message.get("more_body", False)
-        await send(message)
-
-
-async def _write(writer: asyncio.StreamWriter, message: Message | dict[str, Any]) -> None:
-    body = msgspec.msgpack.encode(message)
-    writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
-    await writer.drain()
-
-
-async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Returns the next message; None if the other end has hung up."""
+async def _parts(answer: ClientResponse) -> AsyncIterator[bytes]:
+    """Yields the owner's answer.  Raises ``EngineFailure`` if it ends early: it must not look like a whole one."""
     try:
-        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        return msgspec.msgpack.decode(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
+        async for part in answer.content.iter_any():
+            yield part
+    except ClientError as error:
+        raise EngineFailure(f"{_GONE}has ended in the middle of an answer") from error

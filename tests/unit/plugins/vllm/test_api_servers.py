@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import stat
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +85,7 @@ class Call:
             "raw_path": (root + path).encode(),
             "root_path": root,
             "query_string": query,
-            "headers": [(b"host", b"x"), (b"x-asking", b"me")],
+            "headers": [(b"host", b"x"), (b"x-asking", b"me"), (b"transfer-encoding", b"chunked")],
         }
         self.running = asyncio.ensure_future(app(scope, self._receive, self._send))
 
@@ -115,7 +118,8 @@ def run(test: Callable[[HandsOn, Owner], Awaitable[None]]) -> None:
         try:
             await test(HandsOn(app_of("here"), owner=lambda: name), owner)
         finally:
-            door.close()
+            await door.close()
+        assert not os.path.exists(os.path.dirname(name))
 
     asyncio.run(main())
 
@@ -174,26 +178,36 @@ def test_a_trainer_that_hangs_up_at_another_server_loses_its_lease():
     run(test)
 
 
-def test_processes_of_other_users_are_turned_away(monkeypatch):
+def test_no_other_user_reaches_the_socket_of_the_owner():
     async def test(server: HandsOn, _: Owner) -> None:
-        monkeypatch.setattr(api_servers.os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(EngineFailure, match="ended in the middle"):
-            await asyncio.wait_for(Call(server, "/sleep").running, PATIENCE_S)
-        monkeypatch.undo()
-        assert (await Call(server, "/sleep").answer())[1][b"x-server"] == b"owner"
+        path = Path(server._owner())  # type: ignore[reportPrivateUsage]
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
 
     run(test)
 
 
+def test_signals_stay_with_the_server_that_had_them():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+    async def main() -> None:
+        door = Door(app_of("owner"))
+        # asyncio itself takes SIGINT while it runs
+        at_start = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        await door.open()
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == at_start
+        await door.close()
+
+    asyncio.run(main())
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
 def test_an_owner_that_ends_is_named_and_half_an_answer_is_no_whole_one(tmp_path):
     async def main() -> None:
-        async def half(scope: Any, receive: Any, send: Any) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"half", "more_body": True})
-
         async def breaks(reader: Any, writer: Any) -> None:
-            await api_servers._read(reader)  # type: ignore[reportPrivateUsage]
-            await half(None, None, lambda message: api_servers._write(writer, message))  # type: ignore[reportPrivateUsage]
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\nhalf")
+            await writer.drain()
             writer.close()
 
         path = str(tmp_path / "owner")
@@ -202,6 +216,7 @@ def test_an_owner_that_ends_is_named_and_half_an_answer_is_no_whole_one(tmp_path
         call = Call(server, "/weightcast/status")
         with pytest.raises(EngineFailure, match=r"API server 0, .* ended in the middle of an answer"):
             await asyncio.wait_for(call.running, PATIENCE_S)
+        assert call.sent[0]["status"] == 200
         assert all(message.get("more_body", True) for message in call.sent)
         listening.close()
         (tmp_path / "owner").unlink()
