@@ -7,7 +7,7 @@ reports the sum of a source as long as all that was computed from it is resident
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from weightcast.receiver.redirect import Redirected
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Route
+
+_BATCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +98,19 @@ class ComputedSources:
         self._waiting[name] = whole
 
     def load(self) -> None:
-        """Loads each group whose sources are all here into the live parameters.
+        """Loads each group whose sources are all here into the live parameters, some MiB at a time.
 
         Raises:
             EngineFailure: The loader does not put the same bits there as it computes again; the text names the sources.
         """
         self.proof = None
-        for group in self._groups:
-            if all(name in self._waiting for name in group.sources):
-                sources = [(name, self._waiting.pop(name)) for name in group.sources]
-                with torch.no_grad():
-                    if self._proves:
-                        self._loaded[group] = self._load_twice(group, sources)
-                    else:
-                        self._load_weights(sources)
+        for groups in self._batches():
+            sources = [(name, self._waiting.pop(name)) for group in groups for name in group.sources]
+            with torch.no_grad():
+                if self._proves:
+                    self._load_twice(groups, sources)
+                else:
+                    self._load_weights(sources)
 
     def tell(self) -> bytes:
         """The proof of the live weights, for a peer that copies them; ``Refused`` if there is none."""
@@ -137,15 +138,14 @@ class ComputedSources:
         if name not in self.names:
             return []
         self._waiting[name] = whole
-        for group in self._groups:
-            if name in group.sources and all(other in self._waiting for other in group.sources):
-                sources = [(other, self._waiting.pop(other)) for other in group.sources]
-                sums = self._sum(sources)
-                with torch.no_grad():
-                    computed = self._compute(group, sources)
-                if any(differs := computed.differs()):
-                    return [place.parameter for place, wrong in zip(group.places, differs, strict=True) if wrong]
-                self._loaded[group] = ComputedProof(sums, computed.sums().cpu())
+        for groups in self._batches():
+            sources = [(other, self._waiting.pop(other)) for group in groups for other in group.sources]
+            sums = self._sum(sources)
+            with torch.no_grad():
+                computed = self._compute(groups, sources)
+            if wrong := _named(groups, computed.differs()):
+                return [parameter for parameters in wrong.values() for parameter in parameters]
+            self._keep(groups, sums, computed)
         self.settle()
         return []
 
@@ -208,28 +208,51 @@ class ComputedSources:
             self._tables = summed, HeldTable(parts), HeldTable((*parts, *wholes))
         return self._tables[1:]
 
-    def _load_twice(self, group: ComputedGroup, sources: Sequence[tuple[str, torch.Tensor]]) -> ComputedProof:
+    def _batches(self) -> Iterator[Sequence[ComputedGroup]]:
+        """The groups whose sources are all here, as many at a time as have few bytes: a loader's call takes long."""
+        batch: list[ComputedGroup] = []
+        size_bytes = 0
+        for group in self._groups:
+            if not all(name in self._waiting for name in group.sources):
+                continue
+            own_bytes = sum(self._waiting[name].nbytes for name in group.sources)
+            if batch and size_bytes + own_bytes > _BATCH_BYTES:
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append(group)
+            size_bytes += own_bytes
+        if batch:
+            yield batch
+
+    def _load_twice(self, groups: Sequence[ComputedGroup], sources: Sequence[tuple[str, torch.Tensor]]) -> None:
         sums = self._sum(sources)
         self._load_weights([(name, whole.clone()) for name, whole in sources])  # it may change what it gets
-        computed = self._compute(group, sources)
-        if any(differs := computed.differs()):
-            wrong = [place.parameter for place, differ in zip(group.places, differs, strict=True) if differ]
-            names = some(list(dict.fromkeys(wrong)))
+        computed = self._compute(groups, sources)
+        if wrong := _named(groups, computed.differs()):
             how = "and something else in the parameters' place"
-            if not computed.equals(self._compute(group, sources)):
+            if not computed.equals(self._compute(groups, sources)):
                 how = "but other values each time"
+            names = [name for group in wrong for name in group.sources]
+            parameters = list(dict.fromkeys(parameter for found in wrong.values() for parameter in found))
             raise EngineFailure(
-                f"{some(group.sources)} cannot be proven: load_weights computes {names} from it, {how}",
+                f"{some(names)} cannot be proven: load_weights computes {some(parameters)} from what came, {how}",
                 hint="let load_weights compute the same values from the same weights, whatever was there before",
             )
-        return ComputedProof(sums, computed.sums().cpu())
+        self._keep(groups, sums, computed)
 
-    def _compute(self, group: ComputedGroup, sources: Sequence[tuple[str, torch.Tensor]]) -> Redirected:
+    def _compute(self, groups: Sequence[ComputedGroup], sources: Sequence[tuple[str, torch.Tensor]]) -> Redirected:
         """Lets the loader compute into other memory, which lives as long as the result."""
-        computed = Redirected(group.places, self._residents)
+        computed = Redirected([place for group in groups for place in group.places], self._residents)
         with computed:
             self._load_weights([(name, whole.clone()) for name, whole in sources])
         return computed
+
+    def _keep(self, groups: Sequence[ComputedGroup], sums: torch.Tensor, computed: Redirected) -> None:
+        """Keeps the sums of some groups' sources and places."""
+        of_sources = sums.split([len(group.sources) for group in groups])
+        of_places = computed.sums().cpu().split([len(group.places) for group in groups])
+        for group, own, made in zip(groups, of_sources, of_places, strict=True):
+            self._loaded[group] = ComputedProof(own, made)
 
     def _sum(self, sources: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Sums of sources in the dtypes that are expected, int64 ``[sources]`` on the CPU."""
@@ -238,3 +261,13 @@ class ComputedSources:
             for name, whole in sources
         ]
         return partial_sums(pieces).cpu()
+
+
+def _named(groups: Sequence[ComputedGroup], differs: Iterable[bool]) -> dict[ComputedGroup, list[str]]:
+    """The groups with places that differ, and their parameters; ``differs`` has all places of all groups, in order."""
+    places = [(group, place.parameter) for group in groups for place in group.places]
+    found: dict[ComputedGroup, list[str]] = {}
+    for (group, parameter), wrong in zip(places, differs, strict=True):
+        if wrong:
+            found.setdefault(group, []).append(parameter)
+    return found

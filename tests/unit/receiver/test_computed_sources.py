@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -15,9 +16,10 @@ from tests.helpers.session_bench import Hooks, Ranks
 from tests.helpers.sessions import Sender
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.errors import Refused
-from weightcast.receiver import WeightReceiver
+from weightcast.receiver import WeightReceiver, computed_sources
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.layout_check import changed_since_load
+from weightcast.receiver.redirect import Redirected
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.sources.peer import PeerSource
 from weightcast.wire.answers import Ack
@@ -182,8 +184,9 @@ def engine():
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bucket_bytes", [64, 4000])
-def test_every_tensor_of_an_update_is_proven(engine, place, tp_size, bucket_bytes):
+@pytest.mark.parametrize(("bucket_bytes", "batch_bytes"), [(64, 0), (4000, 64), (4000, 1 << 20)])
+def test_every_tensor_of_an_update_is_proven(engine, monkeypatch, place, tp_size, bucket_bytes, batch_bytes):
+    monkeypatch.setattr(computed_sources, "_BATCH_BYTES", batch_bytes)
     made = engine(staging=place, tp_size=tp_size)
     assert set(COMPUTED) == made.ranks.receivers[0].loader.computed
     assert set(made.digests()) == {"copied"}  # the others came before anybody could sum them
@@ -193,6 +196,26 @@ def test_every_tensor_of_an_update_is_proven(engine, place, tp_size, bucket_byte
         assert ack.digest == model_digest(digests_of(seed))
         assert made.keeps(seed)
         assert made.digests() == digests_of(seed)
+
+
+def test_memory_that_is_computed_into_is_bounded_and_freed(engine, monkeypatch):
+    monkeypatch.setattr(computed_sources, "_BATCH_BYTES", 0)
+    made = engine()
+    alive: list[weakref.ref[Redirected]] = []
+    sizes: list[int] = []
+
+    class Watched(Redirected):
+        def __init__(self, places, residents):
+            assert not any(one() for one in alive)  # one group at a time
+            super().__init__(places, residents)
+            alive.append(weakref.ref(self))
+            sizes.append(sum(place.nbytes for place in self.places))
+
+    monkeypatch.setattr(computed_sources, "Redirected", Watched)
+    made.update(1)
+    assert len(sizes) == len(COMPUTED) - 1  # the two halves are computed with together
+    assert max(sizes) == made.models[0].fused.nbytes
+    assert not any(one() for one in alive)
 
 
 @pytest.mark.parametrize("name", ["a", "bias", "dt", "gain", "fused", "wide"])
@@ -264,7 +287,7 @@ def test_a_loader_that_never_computes_the_same_is_refused_by_name(engine, place,
     if answers[-1].ok:
         answers.append(made.handler.apply(sender.commit(proven=True)))
     assert not answers[-1].ok
-    assert f"a_log cannot be proven: load_weights computes a from it, {words}" in answers[-1].error
+    assert f"a_log cannot be proven: load_weights computes a from what came, {words}" in answers[-1].error
     if place == "none":
         assert made.handler.apply(sender.abort()).state == "quarantined"
     else:
@@ -288,7 +311,7 @@ def test_a_loader_that_adds_to_what_is_there_is_refused_by_name():
     for message in sender.transfer():
         assert receiver.apply(message).ok
     ack = receiver.apply(sender.commit())
-    assert "w cannot be proven: load_weights computes w from it, and something else in" in ack.error
+    assert "w cannot be proven: load_weights computes w from what came, and something else in" in ack.error
     assert receiver.apply(sender.abort()).ok
     assert torch.equal(model.w, torch.zeros(4))
     receiver.close()
