@@ -102,6 +102,8 @@ def record_routes(
         alone = _watch(load_weights, [by_name[name] for name in group.sources], residents)
         if isinstance(alone, RecordedLoad):
             groups += alone.groups
+            found.routes.update(alone.routes)
+            found.constants += alone.constants
     found.groups = groups
     lost = written - {place.parameter for place in found.places}
     if lost:
