@@ -18,6 +18,7 @@ from weightcast.digest.pieces import TensorPiece
 from weightcast.errors import EngineFailure, Refused, some
 from weightcast.receiver.recorder import ComputedGroup, LoadWeights
 from weightcast.receiver.redirect import Redirected
+from weightcast.wire.box import slices
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Route
@@ -30,7 +31,7 @@ class ComputedProof:
     """Sums of one version, to be read mod 2**64.
 
     Attributes:
-        sources: Sum of each source as it came, int64 ``[sources]``.
+        sources: Sum of each part of a source as it came, int64 ``[parts]``.
         places: Sum of each place that was computed from them, int64 ``[places]``.
     """
 
@@ -67,11 +68,14 @@ class ComputedSources:
         self._proves = False
         self.proof: ComputedProof | None = None
         self._before: ComputedProof | None = None
-        numbers = {name: number for number, name in enumerate(self.names)}
+        # Parts of sources that are read; another rank may keep the others, and prove them.
+        self._parts = {name: boxes for group in groups for name, boxes in zip(group.sources, group.boxes, strict=True)}
+        numbered = list(enumerate(name for name, boxes in self._parts.items() for _ in boxes))
         pairs = [
-            (numbers[name], place)
+            (part, place)
             for place, group in enumerate(group for group in groups for _ in group.places)
-            for name in group.sources
+            for part, name in numbered
+            if name in group.sources
         ]
         self._pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
         self._tables: tuple[HeldTable, HeldTable, HeldTable] | None = None  # of all that is summed; see ``_answered``
@@ -124,7 +128,7 @@ class ComputedSources:
 
     def hear(self, data: bytes) -> None:
         """Takes the proof of weights that are copied from a peer; ``Refused`` if it is not one of as many sums."""
-        counts = [len(self.names), len(self.places)]
+        counts = [sum(map(len, self._parts.values())), len(self.places)]
         if len(data) != 8 * sum(counts):
             raise Refused(f"the sums of computed tensors have {len(data)} bytes instead of {8 * sum(counts)}")
         self._told = ComputedProof(*torch.frombuffer(bytearray(data), dtype=torch.int64).split(counts))
@@ -189,9 +193,9 @@ class ComputedSources:
         without, table = self._answered(found.table)
         if proof is None:
             return HeldSums(without, found.totals[:count])
-        sources, places = self._pairs.unbind(1)
+        parts, places = self._pairs.unbind(1)
         differs = (found.totals[count:] != proof.places).to(torch.int64)
-        totals = proof.sources.index_add(0, sources, differs[places])
+        totals = proof.sources.index_add(0, parts, differs[places])
         return HeldSums(table, torch.cat([found.totals[:count], totals]))
 
     def empty_answer(self, summed: HeldTable) -> HeldSums:
@@ -203,9 +207,12 @@ class ComputedSources:
         """The tables of answers without and with the sources, for the table of all that is summed."""
         if self._tables is None or self._tables[0] is not summed:
             parts = summed.parts[: len(summed.parts) - len(self.places)]
-            specs = [self._expected[name] for name in self.names]
-            wholes = [HeldPart(spec=spec, box_offset=(0,) * len(spec.shape), box_shape=spec.shape) for spec in specs]
-            self._tables = summed, HeldTable(parts), HeldTable((*parts, *wholes))
+            own = [
+                HeldPart(spec=self._expected[name], box_offset=box.offset, box_shape=box.shape)
+                for name, boxes in self._parts.items()
+                for box in boxes
+            ]
+            self._tables = summed, HeldTable(parts), HeldTable((*parts, *own))
         return self._tables[1:]
 
     def _batches(self) -> Iterator[Sequence[ComputedGroup]]:
@@ -249,16 +256,21 @@ class ComputedSources:
 
     def _keep(self, groups: Sequence[ComputedGroup], sums: torch.Tensor, computed: Redirected) -> None:
         """Keeps the sums of some groups' sources and places."""
-        of_sources = sums.split([len(group.sources) for group in groups])
+        of_sources = sums.split([sum(map(len, group.boxes)) for group in groups])
         of_places = computed.sums().cpu().split([len(group.places) for group in groups])
         for group, own, made in zip(groups, of_sources, of_places, strict=True):
             self._loaded[group] = ComputedProof(own, made)
 
     def _sum(self, sources: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Sums of sources in the dtypes that are expected, int64 ``[sources]`` on the CPU."""
+        """Sums of the parts of sources in the dtypes that are expected, int64 ``[parts]`` on the CPU."""
         pieces = [
-            TensorPiece(tensor=whole.to(self._expected[name].torch_dtype), full_shape=tuple(whole.shape))
+            TensorPiece(
+                tensor=whole[slices(box, (0,) * len(box.shape))].to(self._expected[name].torch_dtype),
+                full_shape=tuple(whole.shape),
+                box=box,
+            )
             for name, whole in sources
+            for box in self._parts[name]
         ]
         return partial_sums(pieces).cpu()
 

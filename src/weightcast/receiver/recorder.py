@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from weightcast.errors import ConfigError, some
 from weightcast.receiver.write_log import WriteLog, storage_id
-from weightcast.wire.box import Span, are_disjoint, box_of_view, span_of
+from weightcast.wire.box import Box, Span, are_disjoint, box_of_view, span_of
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
 
@@ -36,10 +36,12 @@ class ComputedGroup(NamedTuple):
         sources: Their names, in the order of a full update.
         places: What it writes: parts of parameters, no element twice.  Each is a route from the whole of a tensor of
             the region's shape, which exists while the loader runs.
+        boxes: For each source, the parts of it that the loader reads, no element twice.
     """
 
     sources: tuple[str, ...]
     places: tuple[Route, ...]
+    boxes: tuple[tuple[Box, ...], ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         result = self._writes.result()
         for source, (_, words) in result.why.items():
             self._why.setdefault(source, words)
-        groups = self._origins.groups(self._why, list(self._specs))
+        groups = self._origins.groups(self._why, self._specs)
         computed = {name for group in groups for name in group.sources}
         routes: dict[str, list[Route]] = {name: [] for name in self._specs if name not in computed}
         for route in result.routes:
@@ -204,6 +206,9 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         read = list(tensors_in((args, kwargs)))
         origins = self._origins.of(read)
+        if not is_view(func):
+            for tensor in read:
+                self._read(tensor)
         written = list(written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
         for tensor in written:
             source = self._source_of.get(storage_id(tensor))
@@ -264,7 +269,18 @@ class _Recorder(TorchDispatchMode):
         for owner in self._owners(target):
             self._origins.write(owner, target, sources)
 
+    def _read(self, tensor: torch.Tensor) -> None:
+        """Notes which part of a source a view is."""
+        name = self._source_of.get(storage_id(tensor))
+        if name is not None:
+            spec = self._specs[name]
+            same = tensor.dtype == spec.torch_dtype
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            found = box_of_view(spec.shape, int(tensor.storage_offset()), shape, stride) if same else None
+            self._origins.read(name, found[0] if found is not None else _whole(spec))
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._read(source)
         owners = self._owners(target)
         name = self._source_of.get(storage_id(source))
         origins = self._origins.of([source])
@@ -301,6 +317,7 @@ class _Origins:
     def __init__(self) -> None:
         self._of: dict[int, set[str]] = {}  # by storage
         self._log: list[tuple[frozenset[str], str, torch.Tensor, Region]] = []
+        self._boxes: dict[str, dict[Box, None]] = {}  # that were read of each source
         self._into: dict[int, list[tuple[Span, Set[str]]]] = {}  # by storage of a parameter
 
     def of(self, tensors: Iterable[torch.Tensor]) -> set[str]:
@@ -316,6 +333,10 @@ class _Origins:
         """Notes what a tensor is made from.  The caller keeps it alive, so that no other gets its address."""
         self._of.setdefault(storage_id(tensor), set()).update(sources)
 
+    def read(self, source: str, box: Box) -> None:
+        """Notes that a part of a source was read."""
+        self._boxes.setdefault(source, {})[box] = None
+
     def write(self, owner: tuple[str, torch.Tensor], target: torch.Tensor, sources: Set[str]) -> None:
         """Notes a write into a view of a parameter."""
         parameter, whole = owner
@@ -324,7 +345,7 @@ class _Origins:
         self._log.append((frozenset(sources), parameter, whole, region))
         self._into.setdefault(storage_id(target), []).append((_span(target), frozenset(sources)))
 
-    def groups(self, computed: Iterable[str], order: Sequence[str]) -> list[ComputedGroup]:
+    def groups(self, computed: Iterable[str], specs: Mapping[str, TensorSpec]) -> list[ComputedGroup]:
         """Groups the sources that are computed with, and those that they are combined with.
 
         A source that the loader writes nowhere is in no group.
@@ -340,19 +361,28 @@ class _Origins:
             for sources, parameter, whole, region in self._log:
                 if not sources.isdisjoint(group):
                     regions.setdefault(parameter, (whole, []))[1].append(region)
-            names = tuple(name for name in order if name in group)
+            names = tuple(name for name in specs if name in group)
             places = tuple(
                 _place(names[0], parameter, region)
                 for parameter, (whole, found_regions) in regions.items()
                 for region in _apart(whole, found_regions)
             )
             if places:
-                found.append(ComputedGroup(names, places))
+                found.append(ComputedGroup(names, places, tuple(self._read_of(specs[name]) for name in names)))
         return found
+
+    def _read_of(self, spec: TensorSpec) -> tuple[Box, ...]:
+        """The boxes of a source that were read; all of it where they overlap."""
+        boxes = tuple(box for box in self._boxes.get(spec.name, ()) if box.numel)
+        return boxes if boxes and are_disjoint(boxes) else (_whole(spec),)
 
 
 def _span(tensor: torch.Tensor) -> Span:
     return span_of(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+def _whole(spec: TensorSpec) -> Box:
+    return Box(offset=(0,) * len(spec.shape), shape=spec.shape)
 
 
 def _place(source: str, parameter: str, region: Region) -> Route:
@@ -408,6 +438,11 @@ def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors in the arguments or results of an operation."""
     return (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
+
+
+def is_view(func: Any) -> bool:
+    """True if an operation returns views of its arguments, or may do so, and changes nothing."""
+    return not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)
 
 
 def with_originals(found: Any, originals: Mapping[int, torch.Tensor]) -> Any:

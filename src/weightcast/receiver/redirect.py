@@ -15,7 +15,7 @@ from weightcast.digest.copies import bits
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import TensorPiece
 from weightcast.errors import EngineFailure
-from weightcast.receiver.recorder import tensors_in, with_originals, written_tensors
+from weightcast.receiver.recorder import is_view, tensors_in, with_originals, written_tensors
 from weightcast.receiver.resident_sums import region_of
 from weightcast.receiver.write_log import storage_id
 from weightcast.wire.box import Span, span_of
@@ -73,7 +73,7 @@ class Redirected(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns):
+        if is_view(func):
             found = func(*args, **kwargs)
             known = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
             if all(storage_id(tensor) in known for tensor in tensors_in(found)):
