@@ -288,23 +288,3 @@ def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
     assert made == [64, 128]
     with torch.cuda.stream(torch.cuda.Stream()):
         assert sums(64) == wanted(64)
-
-
-def test_slices_that_begin_anywhere_need_no_kernel_of_their_own(monkeypatch):
-    import triton
-
-    from weightcast.digest import kernel
-
-    device = torch.device("cuda")
-    kernel.compile_all(device)
-    compiled: list[object] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["key"]))
-    monkeypatch.setattr(kernel, "slices", lambda count, size: [slice(n, n + 1) for n in range(count)])
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        source = torch.randn(4000, 700, device=device).to(dtype)
-        target = torch.empty_like(source)
-        transfer = Transfer(piece=whole(source), target=target, total=0)
-        sums = kernel.GpuLaunches([transfer], 1, device).launch()
-        assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
-        assert torch.equal(sums.cpu(), partial_sums([whole(source.cpu())]))
-    assert not compiled

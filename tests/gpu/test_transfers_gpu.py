@@ -10,8 +10,6 @@ from weightcast.digest import far_copies
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, prepare_kernels
-from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import StepCounter
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -186,34 +184,3 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
             transfer = Transfer(piece=whole(source), target=goal, total=0, casts=True)
             PlacedLaunches(DEVICE, 1).run("here", lambda transfer=transfer: [transfer])
     assert variants() == prepared
-
-
-def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
-    from weightcast.digest import kernel  # which needs Triton
-
-    monkeypatch.setattr(kernel, "_PACED_TILES", 3)
-    source = torch.randn(2500, 1027, device="cuda").to(torch.bfloat16)
-    target = torch.zeros_like(source)
-    piece = TensorPiece(tensor=source, full_shape=tuple(source.shape))
-    transfers = [Transfer(piece=piece, target=target, total=0)]
-    wanted = partial_sums([piece])
-    launches = kernel.GpuLaunches(transfers, 1, source.device)
-    turns: list[bool] = []
-
-    class Turns(StepCounter):
-        """A step begins when it gets its turn."""
-
-        def generates(self) -> bool:
-            return True
-
-        def let_one_begin(self) -> bool:
-            turns.append(torch.cuda.current_stream().query())  # the slice is over
-            with self.one():
-                pass
-            return True
-
-    with paced(Pace(Turns(source.device))):
-        assert torch.equal(launches.launch(), wanted)
-    assert torch.equal(source, target)
-    assert len(turns) > 10
-    assert all(turns)

@@ -36,7 +36,6 @@ from weightcast.digest.jobs import (
 )
 from weightcast.digest.pieces import TensorPiece, Transfer, grid_of
 from weightcast.digest.templates import Placed
-from weightcast.runtime.pace import slices
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -47,8 +46,6 @@ _SEED_B = tl.constexpr(SEED_B)
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
 _MAX_REGISTERS = 128
-# 8 GiB in tiles of full size: an H100 copies them in 5.5 ms.
-_PACED_TILES = 1 << 17
 _FIELDS = tl.constexpr(len(TransferJob._fields))
 _NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
@@ -126,21 +123,19 @@ def compile_all(device: torch.device) -> None:
 
 def launch(plan: TransferPlan, out: torch.Tensor) -> None:
     """Add the plan's sums to `out`, int64, on the current stream of the current device."""
-    for part in slices(len(plan.tiles), _PACED_TILES):
-        tiles = plan.tiles[part]
-        _sum_tiles[(len(tiles),)](
-            plan.jobs,
-            tiles,
-            out,
-            WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
-            COLS=COLS,
-            CASTS=plan.casts,
-            COPIES=plan.copies,
-            FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
-            num_warps=_NUM_WARPS,
-            num_stages=1,
-            maxnreg=_MAX_REGISTERS,
-        )
+    _sum_tiles[(len(plan.tiles),)](
+        plan.jobs,
+        plan.tiles,
+        out,
+        WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
+        COLS=COLS,
+        CASTS=plan.casts,
+        COPIES=plan.copies,
+        FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        maxnreg=_MAX_REGISTERS,
+    )
 
 
 @triton.jit
@@ -292,9 +287,7 @@ def _sum_narrow(
     return tl.sum(sums)
 
 
-# A slice of the tiles may begin anywhere.  Triton would compile a kernel for those that begin at an odd tile, a second
-# and a half in the middle of an update.
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit
 def _sum_tiles(
     jobs,
     tiles,

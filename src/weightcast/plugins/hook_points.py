@@ -20,7 +20,7 @@ _CLIENT = "vllm.v1.engine.async_llm:AsyncLLM"
 _CORES = "vllm.v1.engine.core_client:AsyncMPClient"
 _BACKENDS = "vllm.distributed.weight_transfer."
 # Methods of a worker's class, whichever it is.
-_WORKER = ("determine_available_memory", "compile_or_warm_up_model", "sleep", "wake_up", "execute_model")
+_WORKER = ("determine_available_memory", "compile_or_warm_up_model", "sleep", "wake_up")
 VLLM = EngineNeeds(
     name="vLLM",
     package="vllm",

@@ -34,12 +34,10 @@ from weightcast.plugins.rank_sockets import (
     switch_of,
 )
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver.beside_steps import OwnStream, share_interpreter
 from weightcast.receiver.rank_connections import Connection
-from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import StepCounter, share_interpreter
-from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
+from weightcast.wire.messages import Abort, Commit, Message, Open
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -51,17 +49,16 @@ _YIELD_S = 5e-5
 class SwitchRank(ABC):
     """One rank's receiver.  ``apply`` is called by one thread at a time; ``interrupt`` and ``on_note`` by another.
 
-    A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).  Its engine's steps
-    are within ``steps.one``, unless it has other ``steps``.
+    A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).
     """
 
     engine: ClassVar[str]
     receiver: WeightReceiver
 
-    def __init__(self, rank: int, device: torch.device, steps: StepCounter | None = None) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
-        self._beside = OwnStream(device)
+        self._stream = OwnStream(device)
         self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._listener: Listener | None = None
         self._connection: Connection | None = None
@@ -72,8 +69,6 @@ class SwitchRank(ABC):
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
         self._applying = False
-        self.steps = steps or StepCounter(device)
-        self._pace = Pace(self.steps)
         self._no_room = ""
 
     # -- for subclasses
@@ -145,18 +140,12 @@ class SwitchRank(ABC):
         if self.at_work:
             time.sleep(_YIELD_S)
 
-    def step(self, *, goes_on: bool = False) -> bool:
-        """Carries out the oldest work that waits.  A rank with none has nothing to switch, and returns False.
-
-        With ``goes_on`` the engine's next step comes at once.  Otherwise the engine may be paused until its weights are
-        read back.
-        """
+    def step(self) -> bool:
+        """Carries out the oldest work that waits.  A rank with none has nothing to switch, and returns False."""
         if not self._tasks:
             return False
         do, done = self._tasks.popleft()
         assert self._open is not None
-        self.steps.stand_still(goes_on=goes_on)
-        self._pace.restart()
         try:
             self.carry_out(do, self._open, forward=isinstance(self._switching, Commit))
         except BaseException as error:  # noqa: BLE001  an error here would end the engine
@@ -180,11 +169,8 @@ class SwitchRank(ABC):
         self._switching = message
         self._applying = True
         try:
-            # Copies and sums have a stream of their own, so that no step of the engine waits until they are over.  The
-            # exchange stays on the engine's stream, and waits for all of the device.  Whoever else writes weights does
-            # so on the default stream, and what it wrote is read now.
-            with self._beside.current(behind=not isinstance(message, Announce)), paced(self._pace):
-                ack = self.receiver.apply(message)
+            # The exchange stays on the engine's stream, and waits for all of the device.
+            ack = self._stream.apply(self.receiver, message)
         finally:
             self._applying = False
         if switches and not self._said_ready:

@@ -18,13 +18,12 @@ from weightcast.comm.nccl import settings_here
 from weightcast.digest.on_cpu import prepare
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.beside_steps import BesideSteps
+from weightcast.receiver.beside_steps import OwnStream, share_interpreter
 from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.staging import StagingPlace, choose_place
 from weightcast.rollout import commands
 from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.rollout.checkpoint import parse_dtype, weight_files
-from weightcast.runtime.steps import StepCounter
 from weightcast.wire.answers import RankAck
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import dtype_name
@@ -114,8 +113,9 @@ class RolloutWorker:
             staging=settings.staging,
             may_move=True,
         )
-        self._steps = StepCounter(device)
-        self._beside = BesideSteps(self._receiver, self._steps)
+        self._stream = OwnStream(device)
+        if device.type == "cuda":  # elsewhere it is the processor that threads share
+            share_interpreter()
         if store is not None:
             # Each rank chose a place by its own free memory, and all must use the same one.  The engine pauses for a
             # whole update only if no rank stages: a single rank without staging would overwrite weights in use.
@@ -123,16 +123,13 @@ class RolloutWorker:
 
     def apply(self, message: Message) -> RankAck:
         """Passes a weight message to the receiver.  While weights switch, no step runs."""
-        return self._beside.apply(message)
+        return self._stream.apply(self._receiver, message)
 
     def run(self, command: bytes) -> bytes:
         """Carries out one of the scheduler's commands."""
         decoded = commands.decode_command(command)
         if isinstance(decoded, commands.Describe):
             return commands.encode(self._describe())
-        if isinstance(decoded, commands.Decode | commands.Prefill):
-            with self._steps.one():
-                return commands.encode(self._runner.run(decoded))
         if isinstance(decoded, commands.Sleep):
             self._receiver.sleep()
         answer = self._runner.run(decoded)

@@ -1,9 +1,8 @@
-"""CUDA streams: waits for their work, and a stream beside that of an engine."""
+"""CUDA streams: waits for their work, and the stream of a caller on another thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -26,24 +25,3 @@ def on_stream_of_caller(device: torch.device, work: Callable[[], None]) -> Calla
             work()
 
     return there
-
-
-class OwnStream:
-    """A stream for copies and sums beside the steps of an engine; nothing where the device is not a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-
-    @contextmanager
-    def current(self, *, behind: bool) -> Generator[None]:
-        """Makes the stream current; ``behind`` orders it behind what the default stream has been given."""
-        if self._device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        if behind:
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 
 from tests.helpers.messages import OPEN
 from weightcast.plugins.switch_rank import SwitchRank
-from weightcast.runtime.pace import slices
 from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Abort, Commit, Message, Open
+from weightcast.wire.messages import Abort, Message, Open
 
 RELEASES = 300
 
@@ -107,49 +105,3 @@ def test_update_without_room_for_staging_after_sleep_is_refused_and_the_next_one
     assert ack.error.endswith("since an engine that polls woke up: Tried to allocate 2 GiB.")
     receiver.room = True
     assert rank.apply(OPEN).ok
-
-
-class Reading(Working):
-    """A receiver whose answer to a commit takes the exchange, and two slices to read the weights back."""
-
-    def __init__(self, rank: PolledRank, said: list[str], *, goes_on: bool) -> None:
-        self.rank, self.said, self.goes_on = rank, said, goes_on
-
-    def apply(self, message: Message) -> RankAck:
-        if isinstance(message, Commit):
-            self.rank._tasks.append((lambda: self.said.append("exchange"), Future()))
-            assert self.rank.step(goes_on=self.goes_on)
-            for part in slices(2, 1):
-                self.said.append(f"slice {part.start}")
-        return RankAck(rank=0, ok=True)
-
-
-@pytest.mark.parametrize("known", ["to the engine", "to its core", ""])
-def test_a_read_back_lets_steps_begin_where_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
-    rank, said = PolledRank(), list[str]()
-    rank.receiver = Reading(rank, said, goes_on=known == "to its core")  # type: ignore[assignment]
-    monkeypatch.setattr("weightcast.plugins.switch_rank.switch_of", lambda message, committed: (False, committed))
-    monkeypatch.setattr("weightcast.runtime.pace.torch.cuda.current_stream", lambda: Synchronised())
-
-    def sleep(seconds: float) -> None:
-        said.append("waits")
-        with rank.steps.one():
-            pass
-
-    monkeypatch.setattr("weightcast.runtime.steps.time.sleep", sleep)
-    rank.apply(OPEN)
-    with rank.steps.one():
-        pass
-    if known == "to the engine":  # as SGLang
-        monkeypatch.setattr(rank.steps, "generates", lambda: True)
-    rank.apply(Commit(session=OPEN.session))
-    # An engine that is paused until its weights are proven makes no step that could be waited for.
-    paced = ["waits", "waits", "slice 0", "waits", "slice 1"]
-    assert said == ["exchange", *(paced if known else ["slice 0"])]
-
-
-class Synchronised:
-    """A stream without work."""
-
-    def synchronize(self) -> None:
-        pass

@@ -14,7 +14,6 @@ import torch
 
 from weightcast.config import PauseMode
 from weightcast.lab.bench.synthetic import SyntheticEngine
-from weightcast.runtime.steps import StepCounter
 
 _STEP_S = 0.001
 _ROWS = 16
@@ -24,7 +23,6 @@ class Decoding:
     """The generation loop, with the hooks that a receiver needs.
 
     Attributes:
-        steps: Its steps.
         going: Clear while the loop is paused.
     """
 
@@ -36,7 +34,6 @@ class Decoding:
         self._step = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stepped: list[float] = []  # when each step ended
-        self.steps = StepCounter(next(iter(engine.kept.values())).device)
         self._enabled = enabled
 
     @property
@@ -94,9 +91,8 @@ class Decoding:
             with self._step:
                 if not self.going.is_set():
                     continue
-                with self.steps.one():
-                    rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)
-                    state = rows.float().nan_to_num_().mean(dim=1) + state
+                rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)
+                state = rows.float().nan_to_num_().mean(dim=1) + state
                 if flat.device.type == "cuda":
                     torch.cuda.current_stream(flat.device).synchronize()
                 self._stepped.append(time.monotonic())

@@ -21,12 +21,11 @@ from weightcast.lab.bench.methods import EngineSide, TrainerSide
 from weightcast.lab.bench.raw import synchronize
 from weightcast.lab.connect import connect
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.beside_steps import BesideSteps
+from weightcast.receiver.beside_steps import OwnStream, share_interpreter
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
-from weightcast.runtime.steps import StepCounter
 from weightcast.version import __version__
 from weightcast.watch.listeners import Listener
 from weightcast.watch.sessions import SessionWatcher
@@ -143,7 +142,7 @@ class _Served:
             staging=staging,
             may_move=True,
         )
-        self._worker = _ReceiverWorker(receiver, side.decoding.steps)
+        self._worker = _ReceiverWorker(receiver)
         facts = EngineFacts(
             engine=f"weightcast {__version__}",
             model=side.shape.name,
@@ -183,16 +182,18 @@ class _Served:
 
 
 class _ReceiverWorker:
-    def __init__(self, receiver: WeightReceiver, steps: StepCounter) -> None:
+    def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver
-        self._beside = BesideSteps(receiver, steps)
         self._device = receiver.device
+        self._stream = OwnStream(receiver.device)
+        if receiver.device.type == "cuda":
+            share_interpreter()
 
     def apply(self, message: Message) -> RankAck:
         """Applies a message after setting the device, which the server's threads do not know."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        return self._beside.apply(message)
+        return self._stream.apply(self._receiver, message)
 
     def run(self, command: bytes) -> bytes:
         """Returns the command unchanged: this worker has no commands."""

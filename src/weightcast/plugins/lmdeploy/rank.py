@@ -171,10 +171,7 @@ def install(folder: str, *, updates_draft: bool = False) -> None:
     async def _async_step(self: Any, *arguments: Any, **inputs: Any) -> None:
         mark = inputs.pop(MARK, None)
         if mark is None:
-            if _rank is None:
-                return await run_step(self, *arguments, **inputs)
-            with _rank.steps.one():
-                return await run_step(self, *arguments, **inputs)
+            return await run_step(self, *arguments, **inputs)
         if mark == RESET:
             self.reset_runtime_state()
         elif _rank is not None:

@@ -39,30 +39,10 @@ from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.loader import residents_of
-from weightcast.runtime.steps import StepCounter
 from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.plugins.sglang")
-
-
-class SchedulerSteps(StepCounter):
-    """The steps of SGLang's scheduler, which counts them itself.
-
-    Attributes:
-        requests: Those of the scheduler; None until there is one.
-    """
-
-    requests: SglangRequests | None = None
-
-    @property
-    def begun(self) -> int:
-        """Implements ``StepCounter.begun``."""
-        return self.requests.steps_begun if self.requests is not None else 0
-
-    def generates(self) -> bool:
-        """Implements ``StepCounter.generates``."""
-        return self.requests is not None and self.requests.running
 
 
 class SglangRank(SwitchRank):
@@ -88,10 +68,7 @@ class SglangRank(SwitchRank):
         # Each data-parallel engine has a scheduler of its own that broadcasts requests.
         self._broadcasts = within == 0
         device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
-        self._scheduler_steps = SchedulerSteps(device)
-        super().__init__(
-            within + replica_of(runner, parallel) * int(parallel.tp_size) * stages, device, self._scheduler_steps
-        )
+        super().__init__(within + replica_of(runner, parallel) * int(parallel.tp_size) * stages, device)
         self._loses_weights = loses_weights(resolved(runner.server_args))
         self._boundary = Boundary(self.step)
         self._requests: SglangRequests | None = None
@@ -104,7 +81,7 @@ class SglangRank(SwitchRank):
 
     def attach(self, scheduler: Any) -> None:
         """Adds the switch to a scheduler and listens for the API server."""
-        self._requests = self._scheduler_steps.requests = SglangRequests(scheduler, self.device)
+        self._requests = SglangRequests(scheduler, self.device)
         self._boundary.attach(scheduler)
         if self._draft is not None:
             self._draft.attach(scheduler)

@@ -83,16 +83,6 @@ class SglangRequests:
             1e3 * (time.monotonic() - began),
         )
 
-    @property
-    def steps_begun(self) -> int:
-        """How many steps SGLang has begun; on any thread."""
-        return int(getattr(self._scheduler, "forward_ct", 0))
-
-    @property
-    def running(self) -> bool:
-        """True if requests are being answered; on any thread."""
-        return bool(self._scheduler.running_batch.reqs) and not self._scheduler._engine_paused
-
     def name(self, request: Any) -> None:
         """Keeps a new request from the prefix cache of other weights: SGLang shares prefixes within one extra key."""
         base = (request.extra_key or "").partition(_MARK)[0]

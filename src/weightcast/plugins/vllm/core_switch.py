@@ -60,8 +60,7 @@ def kind(core: Any) -> str:
     """
     for name in _NEEDED:
         getattr(core, name)
-    for name in ("pause_state", "running", "waiting"):
-        getattr(core.scheduler, name)
+    _ = core.scheduler.pause_state
     return LOCKSTEP if getattr(core, "dp_group", None) is not None else ALONE
 
 
@@ -111,11 +110,9 @@ def switch_between_steps(
     except Exception as error:  # noqa: BLE001  vLLM's errors have no common class
         why = f"vLLM could not drop what the old weights computed: {type(error).__name__}: {error}"
     after = states.UNPAUSED if resume and not why else before
-    has_requests = len(scheduler.running) + len(scheduler.waiting) > 0
     try:
         # With a reason no worker switches, and each of them answers the API server with it.
-        goes_on = not why and after == states.UNPAUSED and has_requests
-        said = core.model_executor.collective_rpc(SWITCH, timeout=timeout_s, args=(why, goes_on))
+        said = core.model_executor.collective_rpc(SWITCH, timeout=timeout_s, args=(why,))
     except BaseException:
         scheduler.set_pause_state(states.PAUSED_ALL)
         raise

@@ -7,10 +7,8 @@ derived while the engine stands still.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -20,13 +18,11 @@ from weightcast.plugins.vllm.twin_layer import TwinLayer, spoil
 from weightcast.plugins.vllm.two_sets import TwoSets
 from weightcast.receiver.coverage import overlapping
 from weightcast.receiver.staging import StagingSet
-from weightcast.runtime.pace import slices
 from weightcast.runtime.recorded_launches import LaunchRecorder, side_by_side
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.runtime.tensor_places import TensorPlaces
 
 log = logging.getLogger("vllm.weightcast")
-_PACED_BYTES = 4 << 30  # of the loaded form; an H200 derives so much of a dense model in 6 ms, where a step takes 5
 
 
 class Derivation(TwoSets):
@@ -149,10 +145,8 @@ class Derivation(TwoSets):
         self._next = -1
         if not self._in_place():
             return
-        missed: list[str] = []
-        for layers in self._turns():
-            with side_by_side(self._recorders):
-                missed += [layer.name for layer in layers if not layer.derive_ahead()]
+        with side_by_side(self._recorders):
+            missed = [layer.name for layer in self.layers if not layer.derive_ahead()]
         wait_for_streams(*(tensor.device for tensor in self._second.lives.values()))
         if not missed:
             self._next = self._waiting.waiting_contents
@@ -240,12 +234,6 @@ class Derivation(TwoSets):
     def _addresses_now(self) -> list[int]:
         sets = (self._waiting.lives, self._waiting.targets, self._second.lives, self._second.targets)
         return [tensor.data_ptr() for tensors in sets for tensor in tensors.values()]
-
-    def _turns(self) -> Iterator[Sequence[TwinLayer]]:
-        """The layers, in groups between which the engine's steps get their turn if it generates."""
-        ends = list(itertools.accumulate(max(1, layer.own_bytes) for layer in self.layers))
-        for part in slices(ends[-1], _PACED_BYTES):
-            yield self.layers[bisect_right(ends, part.start) : bisect_right(ends, part.stop)]
 
 
 def why_not_ahead(derived: Mapping[str, torch.Tensor], waiting: StagingSet, budget: Budget) -> str:

@@ -86,13 +86,13 @@ class VllmRank(SwitchRank, TwoSets):
         """Implements ``TwoSets.wake``."""
         self.stage_again()
 
-    def step_unless(self, why_not: str, *, goes_on: bool = False) -> tuple[bool, str]:
+    def step_unless(self, why_not: str) -> tuple[bool, str]:
         """As ``step``, unless there is a reason not to switch, which then becomes the answer of this rank.
 
         Returns whether weights were switched; and the failure in words, or nothing.
         """
         self._why_not, self._failure = why_not, ""
-        waited = self.step(goes_on=goes_on)
+        waited = self.step()
         return waited and not self._failure, self._failure
 
     def carry_out(self, do: Callable[[], None], session: Open, *, forward: bool) -> None:

@@ -20,9 +20,9 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     """Wraps some methods of a worker's class; safe to call twice.  ``kind`` is ``worker.WeightcastEngine``."""
     if _DONE in vars(worker_class):
         return
-    measure, compile_model, sleep, wake_up, execute = (
+    measure, compile_model, sleep, wake_up = (
         getattr(worker_class, name)
-        for name in ("determine_available_memory", "compile_or_warm_up_model", "sleep", "wake_up", "execute_model")
+        for name in ("determine_available_memory", "compile_or_warm_up_model", "sleep", "wake_up")
     )
 
     def ours(worker: Any) -> Any:
@@ -75,23 +75,12 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
         assert reload is not None
         return reload(self, *arguments, **named)
 
-    @functools.wraps(execute)
-    def execute_model(self: Any, *arguments: Any, **named: Any) -> Any:
-        backend = ours(self)
-        if backend is None:
-            return execute(self, *arguments, **named)
-        with backend.rank_server.steps.one():
-            return execute(self, *arguments, **named)
-
-    def switch(self: Any, why_not: str = "", goes_on: bool = False) -> str:
-        """Carries out what waits for this thread, or refuses it for the reason ``why_not``; returns a failure.
-
-        With ``goes_on`` vLLM's next step comes at once.
-        """
+    def switch(self: Any, why_not: str = "") -> str:
+        """Carries out what waits for this thread, or refuses it for the reason ``why_not``; returns a failure."""
         backend = ours(self)
         assert backend is not None
         adapter = backend.adapters.step(why_not)
-        switched, failure = backend.rank_server.step_unless(why_not, goes_on=goes_on)
+        switched, failure = backend.rank_server.step_unless(why_not)
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if switched and reset is not None:  # as vLLM does after a weight transfer of its own
             reset()
@@ -113,7 +102,6 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     worker_class.compile_or_warm_up_model = compile_or_warm_up_model
     worker_class.sleep = fall_asleep
     worker_class.wake_up = wake
-    worker_class.execute_model = execute_model
     if reload is not None:
         worker_class.reload_weights = functools.wraps(reload)(reload_weights)
     setattr(worker_class, SWITCH, switch)

@@ -46,7 +46,6 @@ class Core:
         self.cache_goes = True
         self.broken = ""
         self.stamp = "0"
-        self.goes_on = False  # as the workers were told
 
     def set_weight_version(self, version: str) -> None:
         self.stamp = version
@@ -71,9 +70,9 @@ class Core:
         self.said.append("resume")
         self.scheduler.pause_state = PauseState.UNPAUSED
 
-    def collective_rpc(self, method: str, timeout: float, args: tuple[str, bool]) -> list[str]:
+    def collective_rpc(self, method: str, timeout: float, args: tuple[str]) -> list[str]:
         assert (method, timeout) == ("weightcast_switch", 7.0)
-        why_not, self.goes_on = args
+        (why_not,) = args
         self.said.append(f"switch{why_not and ': ' + why_not}")
         if "gone" in self.answers:
             raise RuntimeError("worker 1 is gone")
@@ -130,27 +129,6 @@ def test_no_worker_switches_if_a_cache_stays():
     core.switch(rest=True, drop_cache=True, resume=True)
     assert core.said[-1] == "switch: vLLM could not drop the KV caches outside of it"
     assert core.scheduler.pause_state == PauseState.UNPAUSED
-
-
-def test_workers_hear_whether_a_step_follows_at_once():
-    core = Core()
-    core.switch()
-    assert core.goes_on
-    core.scheduler.running, core.scheduler.waiting = [], ["retracted"]
-    core.switch(rest=True, drop_cache=True)
-    assert core.goes_on
-    core.scheduler.waiting = []
-    core.switch()
-    assert not core.goes_on
-    core.scheduler.running = ["one"]
-    core.scheduler.pause_state = PauseState.PAUSED_ALL
-    core.switch()
-    assert not core.goes_on
-    core.switch(resume=True)
-    assert core.goes_on
-    core.cache_goes = False
-    core.switch(drop_cache=True)
-    assert not core.goes_on
 
 
 def test_tokens_carry_the_new_version_from_the_switch_on_and_only_if_it_was_made():

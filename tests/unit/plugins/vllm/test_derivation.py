@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,6 @@ from weightcast.plugins.vllm.derivation import Derivation, why_not_ahead
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.receiver import staging as staging_of
 from weightcast.receiver.staging import StagingSet
-from weightcast.runtime import pace as pace_of
-from weightcast.runtime.pace import Pace, paced
-from weightcast.runtime.steps import StepCounter
 
 
 @contextmanager
@@ -103,31 +99,6 @@ def test_a_commit_finds_what_kernels_read_ready() -> None:
             found.check()
         model.weights = weights
     assert [tensor.data_ptr() for layer in model.layers for tensor in layer.parameters()] == held
-
-
-def test_an_engine_that_generates_makes_steps_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    turns: list[int] = []
-
-    class Turns(StepCounter):
-        begun = property(lambda _: len(turns))
-
-        def generates(self) -> bool:
-            return True
-
-        def let_one_begin(self) -> bool:
-            turns.append(model.launched())
-            return False
-
-    pace = Pace(Turns(torch.device("cpu")))
-    monkeypatch.setattr(pace_of.torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(derivation, "_PACED_BYTES", model.quantised[0].own_bytes)
-    before = model.launched()
-    with paced(pace):
-        weights = model.receive()
-    assert [launched - before for launched in turns] == [1, 2]
-    assert model.commit() == 0
-    assert model.serves(weights)
 
 
 def test_an_undo_brings_back_what_kernels_read() -> None:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from weightcast.errors import ConfigError
 from weightcast.plugins.vllm.start_up import Budget
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
-from weightcast.runtime.steps import StepCounter
 
 GIB = 1 << 30
 EIGHT_B = 15 * GIB
@@ -71,7 +69,7 @@ class Backend:
         self.told: list[Any] = []
         self.said = said  # with what the worker says
         self.no_room = ""
-        self.sets = self.rank_server = self
+        self.sets = self
 
     def take_room(self, worker: Any, cache_bytes: int) -> int:
         self.told.append(("room", cache_bytes))
@@ -80,11 +78,6 @@ class Backend:
     def warm_up(self, worker: Any) -> None:
         self.told.append(("warm up", None))
         worker.said.append("warmed up")
-
-    @property
-    def steps(self) -> StepCounter:
-        self.told.append(("step", None))
-        return StepCounter(torch.device("cpu"))
 
     def fall_asleep(self, level: int) -> None:
         self.told.append(("sleep", level))
@@ -122,10 +115,6 @@ def worker_class(said: list[str]) -> type[Any]:
         def wake_up(self, tags: list[str] | None = None) -> None:
             said.append(f"woke {tags}")
 
-        def execute_model(self, scheduled: str) -> str:
-            said.append(f"executes {scheduled}")
-            return "tokens"
-
     return Worker
 
 
@@ -143,19 +132,17 @@ def test_a_worker_tells_our_backend_and_no_other():
     worker.wake_up(tags=["weights"])
     worker.wake_up()
     assert worker.weightcast_restore(None) == ""
-    assert worker.execute_model("a batch") == "tokens"
     calls = [("room", 100), ("warm up", None), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None)]
-    assert backend.told == [*calls, ("step", None)]
+    assert backend.told == calls
     started = ["measured", "warmed up", "captured graphs"]
     slept = ["slept 1", "let go", "slept 2", "let go"]  # vLLM copies buffers while it falls asleep and wakes
     woke = ["restored ['weights']", "woke ['weights']", "restored None", "woke None", "restored None"]
-    assert said == [*started, *slept, *woke, "executes a batch"]
+    assert said == [*started, *slept, *woke]
     other = kind(object())
     assert other.determine_available_memory() == 100
     other.sleep(2)
-    assert other.execute_model("another") == "tokens"
     assert other.compile_or_warm_up_model() == 1.5
-    assert len(backend.told) == 7
+    assert len(backend.told) == len(calls)
 
 
 def test_a_refusal_of_ours_leaves_the_weights_where_they_are():
