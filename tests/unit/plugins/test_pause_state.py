@@ -19,6 +19,7 @@ from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.vllm import engine_hooks as vllm_hooks
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, LOCKSTEP, SWITCH_BETWEEN
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.token_versions import SAY_VERSION
 
 RUNNING, OURS, OPERATORS, ASLEEP, ENDING = PauseState
 MODES = get_args(PauseMode)
@@ -65,9 +66,9 @@ class Client:
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
         if method == ASK:
-            if not self.cores:
-                raise RuntimeError("no such method")
             return self.cores
+        if method == SAY_VERSION:
+            return True
         assert method == SWITCH_BETWEEN
         if isinstance(self.said, Exception):
             self.held = True
@@ -103,7 +104,9 @@ Make = Callable[[Client, asyncio.AbstractEventLoop], ServerHooks]
 
 def of_vllm(client: Client, loop: asyncio.AbstractEventLoop) -> VllmHooks:
     made = VllmHooks(client, loop, prefix_caching=False)
-    made.switch_in_calls(in_order=True)
+    if client.cores:
+        made.meet_cores()
+        made.pause_in_switch(in_order=True)
     return made
 
 
@@ -119,7 +122,7 @@ def of_lmdeploy(client: Client, loop: asyncio.AbstractEventLoop) -> LmdeployHook
     return made
 
 
-# How cores step, if the switch is a call into them; and the modes whose pause is a part of the switch.
+# How vLLM's cores step, if weights are staged; and the modes whose pause is a part of the switch.
 ENGINES: list[tuple[Make, str, tuple[str, ...]]] = [
     (of_vllm, "", ()),
     (of_vllm, ALONE, ("in_place", "retract")),

@@ -56,7 +56,7 @@ def kind(core: Any) -> str:
     """Says how an engine core steps: ``alone``, or in ``lockstep`` with others that share its experts.
 
     Raises:
-        AttributeError: This version of vLLM has another engine core; its caller then pauses vLLM instead.
+        AttributeError: This version of vLLM has another engine core.
     """
     for name in _NEEDED:
         getattr(core, name)

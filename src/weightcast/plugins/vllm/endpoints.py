@@ -149,7 +149,7 @@ class Endpoints(EngineServer):
             encoders=bool(config.model_config.is_multimodal_model),
             cache_outside=store_outside(config),
         )
-        hooks.keep_versions_apart()
+        hooks.meet_cores()
         world_size = replicas * int(parallel.world_size)
         elsewhere = elsewhere_of(config)
         executor = VllmExecutor(
@@ -163,7 +163,7 @@ class Endpoints(EngineServer):
         name = names if isinstance(names, str) else names[0]
         staging = executor.staging()
         if staging != "none":
-            hooks.switch_in_calls(
+            hooks.pause_in_switch(
                 in_order=parallel.distributed_executor_backend in _IN_ORDER,
                 waits=staging == "device" and maps_weights(config),
             )

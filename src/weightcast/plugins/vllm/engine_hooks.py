@@ -1,7 +1,8 @@
 """The receiver's engine hooks in vLLM's API server: pause, switch, resume, drop caches, set the version.
 
-A commit of staged weights is one call into each engine core, which rests, switches and goes on in it (``core_switch``).
-Requests are only paused before it where they must end first, or where engine cores step together.
+A switch is one call into each engine core (``core_switch``).  With staged weights the core rests, switches and goes on
+in it.  Requests are only paused before it where they must end first, where engine cores step together, or where nothing
+is staged.
 
 Threads of the server call these methods; vLLM's engine client lives on the server's event loop.
 """
@@ -19,13 +20,13 @@ import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure
+from weightcast.plugins.hook_points import VLLM
 from weightcast.plugins.other_hosts import RankInvitation
 from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
 from weightcast.plugins.vllm.cached_prefixes import NEXT_GENERATION
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, STAY_PAUSED, SWITCH_BETWEEN
 from weightcast.plugins.vllm.rank_protocol import end_vllm
 from weightcast.plugins.vllm.token_versions import SAY_VERSION
-from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
@@ -80,13 +81,14 @@ class VllmHooks(ServerHooks):
         super().__init__(loop)
         self._client = client
         self._resume_vllm = client.resume_generation  # vLLM's own, which ``sleep`` wraps for everybody else
-        self._prefixes = "shared" if prefix_caching else "none"  # shared by all weights, until ``keep_versions_apart``
+        self._prefixes = "shared" if prefix_caching else "none"  # shared by all weights, until ``meet_cores``
         self._cache_outside = cache_outside
         self._encoders = encoders
         self._replicas = replicas
         self._mode: PauseMode = "in_place"
-        self._cores = ""  # how engine cores step, if a switch is a call into them
-        self._in_switch: tuple[PauseMode, ...] = ()  # modes whose pause is a part of that call
+        self._kind = ""  # how engine cores step
+        self._in_switch: tuple[PauseMode, ...] = ()  # modes whose pause is a part of the switch
+        self._alone = False  # the switch itself drops what the old weights computed, and ends a pause of ours
         self._in_order = self._waits = False
         self._goes_on = False
         self._stamp = self._stamp_before = _STARTED_WITH
@@ -128,16 +130,28 @@ class VllmHooks(ServerHooks):
             return {"in_place": _STALE_CACHE}
         return {"in_place": _STALE_STORE.format(self._cache_outside)} if self._cache_outside else {}
 
-    def keep_versions_apart(self) -> None:
-        """From now on answers say their versions, and a pause in place leaves nobody the old weights' cached prefixes.
+    def meet_cores(self) -> None:
+        """Learns how engine cores step, once, at the start.
 
-        That is so if this vLLM's cores can; its log says if they cannot.  Called once, at the start.
+        From now on answers say their versions, and a switch in place leaves nobody the old weights' cached prefixes, if
+        this vLLM's cores can that.
+
+        Raises:
+            ConfigError: This version of vLLM has another engine core.
         """
-        self._says_versions = bool(self._ask("says no weight version in answers", SAY_VERSION, self._stamp))
-        if self._prefixes == "none":
-            return
-        parted = self._ask("refuses pauses in place", NEXT_GENERATION, False)
-        if parted and all(parted):
+        try:
+            (self._kind,) = set(self.wait(self._on_cores(ASK), SHORT_S, "engine cores to answer"))
+        except EngineFailure as error:
+            raise VLLM.other_version([str(error)]) from error
+        said = self.wait(self._on_cores(SAY_VERSION, self._stamp), SHORT_S, "engine cores to note the version")
+        self._says_versions = all(said)
+        if not self._says_versions:
+            log.warning("weightcast says no weight version in answers, as this vLLM has another scheduler")
+        if hasattr(self._client, "get_weight_version"):
+            self._stamp = str(self.wait(self._client.get_weight_version(), SHORT_S, "the weight version"))
+        if self._prefixes == "shared" and all(
+            self.wait(self._on_cores(NEXT_GENERATION, False), SHORT_S, "engine cores to look at the prefix cache")
+        ):
             self._prefixes = "apart"
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
@@ -151,12 +165,10 @@ class VllmHooks(ServerHooks):
             return
         if self.state is PauseState.RUNNING and mode in self._in_switch:
             return
-        if self.state is PauseState.RUNNING and self._cores == ALONE:
+        if self.state is PauseState.RUNNING and self._alone:
             self._goes_on = self._pause_now(self._pause_for_switch(_MODES[mode][0]), mode, timeout_s)
             return
         self.pause_anyway(mode, timeout_s)
-        if mode == "in_place" and self._prefixes == "apart" and not self._cores:
-            self.wait(self._on_cores(NEXT_GENERATION, True), SHORT_S, "engine cores to part the prefixes")
 
     def pause_anyway(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM, asleep or not."""
@@ -197,7 +209,7 @@ class VllmHooks(ServerHooks):
         If half of an image is in a request's KV cache, the rest of it comes from the new weights: vLLM runs the encoder
         again.
         """
-        if self._encoders and self._mode == "in_place" and self._cores != ALONE and not self.asleep:
+        if self._encoders and self._mode == "in_place" and not self._alone and not self.asleep:
             self.wait(self._client.reset_encoder_cache(), SHORT_S, "the cache of encoders to be dropped")
 
     def set_version(self, version: int) -> None:
@@ -216,20 +228,15 @@ class VllmHooks(ServerHooks):
         text = msgspec.json.encode(invitation).decode()
         self.rpc("init_weight_transfer_engine", SHORT_S, init_info={"invitation": text})
 
-    def switch_in_calls(self, *, in_order: bool, waits: bool = False) -> None:
-        """From now on a switch is one call into each engine core, if this vLLM's cores know that call.
+    def pause_in_switch(self, *, in_order: bool, waits: bool = False) -> None:
+        """From now on a switch of staged weights makes the pause that it needs itself, where it can.
 
         If workers take calls and steps from one queue (``in_order``), the switch need not wait for steps.  If it waits
         for the device all the same (``waits``), a core that steps alone hands out the tokens in flight before it.
         """
-        kinds = self._ask("pauses vLLM for each commit", ASK)
-        if not kinds:
-            return
-        (self._cores,) = set(kinds)
-        if hasattr(self._client, "get_weight_version"):
-            self._stamp = str(self.wait(self._client.get_weight_version(), SHORT_S, "the weight version"))
         self._in_order, self._waits = in_order, waits
-        if self._cores == ALONE:
+        self._alone = self._kind == ALONE
+        if self._alone:
             self._in_switch = ("in_place", "retract")
         elif in_order and not self._encoders:
             # Cores that share experts cannot all stop before the same step, so whatever is computed again must wait.
@@ -258,10 +265,7 @@ class VllmHooks(ServerHooks):
         Returns:
             True if ``stamp`` is in force.
         """
-        if not self._cores:
-            self.rpc(SWITCH, timeout_s)
-            return False
-        ours = self._cores == ALONE and not self.asleep  # otherwise a pause, or sleep, has dropped the caches
+        ours = self._alone and not self.asleep  # otherwise a pause, or sleep, has dropped the caches
         keep_cache = self._mode == "in_place" and not self.asleep
         drop_cache, drop_encoders = ours and self._mode != "in_place", ours and self._encoders
         rest = drop_cache or drop_encoders or not self._in_order or (ours and self._waits)
@@ -277,14 +281,6 @@ class VllmHooks(ServerHooks):
             self.become(PauseState.OPERATORS)
         self._goes_on = False
         return all(stamped for *_, stamped in said)
-
-    def _ask(self, otherwise: str, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all engine cores; none if this version's do not know the call, and what we do otherwise."""
-        try:
-            return self.wait(self._on_cores(method, *arguments), SHORT_S, "engine cores to answer")
-        except EngineFailure as error:
-            log.warning("weightcast %s, as this version has another engine core: %s", otherwise, error)
-            return []
 
     def _on_cores(self, method: str, *arguments: Any) -> Coroutine[Any, Any, list[Any]]:
         return on_cores(self._client, self._replicas, method, *arguments)

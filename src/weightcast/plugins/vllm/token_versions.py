@@ -32,6 +32,7 @@ def install(core_class: Any) -> None:
 
     Safe to call twice.
     """
+    setattr(core_class, SAY_VERSION, say_version)
     try:
         scheduler, processor = (getattr(importlib.import_module(name), _CLASSES[name]) for name in _CLASSES)
         request = importlib.import_module("vllm.v1.engine.output_processor").RequestState
@@ -48,16 +49,19 @@ def install(core_class: Any) -> None:
             setattr(scheduler, _WRAPPED, True)
     except (ImportError, AttributeError):
         return
-    setattr(core_class, SAY_VERSION, say_version)
 
 
-def say_version(core: Any, stamp: str) -> None:
+def say_version(core: Any, stamp: str) -> bool:
     """Sets the version of the batches from now on.
 
     Args:
         stamp: The version; any other word, as vLLM's first one is, means the weights that vLLM was started with.
+
+    Returns:
+        False if this version of vLLM has another scheduler, which then says no versions.
     """
     setattr(core.scheduler, _VERSION, int(stamp) if stamp.isdecimal() else 0)
+    return hasattr(type(core.scheduler), _WRAPPED)
 
 
 def spans(completion: Any, tokens: int) -> list[tuple[int, int]]:

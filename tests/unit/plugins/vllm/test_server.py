@@ -19,7 +19,7 @@ from tests.helpers.echo import Echo
 from tests.helpers.sessions import Sender
 from tests.helpers.sleep_session import Session
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, EngineFailure
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import RankInvitation
 from weightcast.plugins.rank_sockets import READY, Hello, socket_path, switch_of
@@ -262,19 +262,34 @@ def test_an_engine_that_did_not_resume_is_still_paused(loop):
 
 def test_in_place_needs_engine_cores_that_part_the_prefixes_of_versions(loop):
     client = Client()
-    client.engine_core = core = Core(client, "", "")
+    client.engine_core = core = Core(client, "alone", "alone")
     core.generations = False
     hooks = VllmHooks(client, loop, prefix_caching=True, replicas=2)
-    hooks.keep_versions_apart()
+    hooks.meet_cores()
     assert "--no-enable-prefix-caching" in hooks.no_pause["in_place"]
     assert client.said == []
     core.generations = True
-    hooks.keep_versions_apart()
+    hooks.meet_cores()
     assert hooks.no_pause == {}
-    for mode in ("in_place", "retract"):  # no switch in the cores comes between
-        hooks.pause(mode, 5.0)
-        hooks.resume()
-    assert client.said == ["pause keep False", "generation 0", "generation 1", "resume", "pause keep True", "resume"]
+
+
+@pytest.mark.parametrize("kind", ["alone", "lockstep"])
+def test_an_engine_that_stages_nothing_is_paused_until_the_switch_is_proven(loop, kind):
+    client = Client()
+    client.engine_core = Core(client, kind)
+    hooks = VllmHooks(client, loop, prefix_caching=False)
+    hooks.meet_cores()
+    commit(hooks, "in_place")
+    commit(hooks, "retract")
+    kept = ["pause keep False", "switch 0: rest keep", "resume"]
+    assert client.said == [*kept, "pause keep True", "switch 0: rest", "resume"]
+
+
+def test_another_engine_core_is_refused_at_the_start(loop):
+    client = Client()
+    client.engine_core = Core(client, "")
+    with pytest.raises(ConfigError, match=r"vLLM .*is not as this plug-in expects: .*no attribute"):
+        VllmHooks(client, loop, prefix_caching=False).meet_cores()
 
 
 @pytest.mark.parametrize(
@@ -319,7 +334,7 @@ class Core:
             return None
         if method == SAY_VERSION:
             self.versions.append(arguments[0])
-            return None
+            return True
         if method == NEXT_GENERATION:
             self.client.said += [f"generation {engine}"] if arguments[0] else []
             return self.generations
@@ -346,7 +361,8 @@ def switching(
     client = Client()
     client.engine_core = core = Core(client, *kinds)
     hooks = VllmHooks(client, loop, prefix_caching=False, replicas=len(kinds), **more)
-    hooks.switch_in_calls(in_order=in_order, waits=waits)
+    hooks.meet_cores()
+    hooks.pause_in_switch(in_order=in_order, waits=waits)
     return client, core, hooks
 
 
@@ -388,10 +404,6 @@ def test_every_engine_core_gets_the_call_and_those_in_lockstep_a_pause_around_it
     client.said.clear()
     commit(hooks, "in_place")
     assert client.said == ["switch 0: keep", "switch 1: keep"]
-    client, _, hooks = switching(loop, "", "")  # another version of vLLM
-    hooks.pause("in_place", 5.0)
-    hooks.resume()
-    assert client.said == ["pause keep False", "resume"]
 
 
 def test_tokens_in_flight_are_handed_out_before_a_switch_that_waits_for_the_device(loop):
@@ -547,9 +559,8 @@ def test_tokens_are_stamped_at_the_switch_and_with_the_old_version_if_it_is_take
     hooks.switch_model(7.0, "")
     hooks.switch(7.0)  # an adapter's
     assert core.stamps[::2] == core.stamps[1::2] == ["7", "8", "7", "9", "7", ""]
-    _, core, hooks = switching(loop, "", "")  # no switch is a call into these cores
-    hooks.keep_versions_apart()
-    hooks.set_version(7)
+    _, core, hooks = switching(loop, "alone", "alone")
+    hooks.set_version(7)  # no switch has said it
     hooks.set_version(7)
     assert core.versions == ["default", "default", "7", "7"]
 
