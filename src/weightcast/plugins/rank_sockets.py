@@ -31,7 +31,7 @@ from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Commit, Message, Revert
+from weightcast.wire.messages import Abort, Commit, Message, Open, Revert
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -84,12 +84,16 @@ class SwitchExecutor(ConnectedRanks):
     """The executor in an engine's API server.  No rank switches weights before all have said that they can.
 
     The ranks switch between two steps, in a call of the engine or at a mark that travels with the engine's own work.
+
+    Attributes:
+        opened: Session that was opened last; None before the first.
     """
 
     def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
         """Connects to ranks that listen in the folder or come to the reception; ``EngineFailure`` without one."""
         super().__init__()
         self._committed = ""
+        self.opened: Open | None = None
         self.tp_size = world_size
         self.hellos: list[Hello] = []
         come: dict[int, AuthenticatedConnection] = {}
@@ -110,6 +114,8 @@ class SwitchExecutor(ConnectedRanks):
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         """Implements ``Executor.apply``."""
+        if isinstance(message, Open):
+            self.opened = message
         switches, self._committed = switch_of(message, self._committed)
         if not switches:
             return self._tell(message, timeout_s)
@@ -119,8 +125,8 @@ class SwitchExecutor(ConnectedRanks):
         """Called when all ranks are ready.  The reason why none of them may switch; empty if they may."""
         return ""
 
-    def after_decision(self) -> None:
-        """Called once the ranks have been told to switch."""
+    def after_decision(self, message: Message, timeout_s: float) -> None:
+        """Called once the ranks have been told to switch, because of this message."""
 
     def run(self, command: bytes) -> bytes:
         """Refuses: the engine generates by itself."""
@@ -171,7 +177,7 @@ class SwitchExecutor(ConnectedRanks):
         why = self.why_not_now(timeout_s) if go else "not all ranks were ready to switch weights"
         self._note(CANCEL + why.encode() if why else GO)
         if not why:
-            self.after_decision()
+            self.after_decision(message, timeout_s)
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
         process = ""

@@ -14,8 +14,7 @@ from weightcast.errors import EngineFailure, Refused, WeightcastError
 from weightcast.plugins.lmdeploy.folder import failure_words
 from weightcast.plugins.pause_state import SHORT_S, PauseState, ServerHooks
 from weightcast.plugins.rank_sockets import SwitchExecutor
-from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Message, Open
+from weightcast.wire.messages import Message
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
@@ -93,18 +92,11 @@ class LmdeployExecutor(SwitchExecutor):
         """Connects to every rank; ``EngineFailure`` if one does not listen, for example on another host."""
         self._hooks = hooks
         self._folder = folder
-        self._mode = "in_place"
         super().__init__(world_size, folder)
-
-    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        """Implements ``Executor.apply``."""
-        if isinstance(message, Open):
-            self._mode = message.pause
-        return super().apply(message, timeout_s=timeout_s)
 
     def why_not_now(self, timeout_s: float) -> str:
         """Implements ``SwitchExecutor.why_not_now``: brings the engine to rest for ``retract``."""
-        if self._mode != "retract":
+        if self.opened is None or self.opened.pause != "retract":
             return ""
         try:
             self._hooks.call("retract", timeout_s, timeout_s=timeout_s)
@@ -121,7 +113,7 @@ class LmdeployExecutor(SwitchExecutor):
         """Fails all later messages, since the engine process is gone."""
         return self._break(words, list(range(self.tp_size)))
 
-    def after_decision(self) -> None:
+    def after_decision(self, message: Message, timeout_s: float) -> None:
         """Implements ``SwitchExecutor.after_decision``."""
         try:
             self._hooks.call("mark", timeout_s=_MARK_S)

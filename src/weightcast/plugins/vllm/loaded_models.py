@@ -3,6 +3,9 @@
 The tensors of a draft model with a checkpoint of its own have the prefix ``draft.``.  vLLM's loaders see their own
 names.  MTP layers (multi-token prediction) are tensors of the model's checkpoint, which the model's loader leaves out
 and the draft's loader picks; they keep their names.
+
+Other engines' drafts are a ``DraftModel``: the engine reads what the loader wrote, and a table that it copied.  Here a
+draft has a loaded form of its own, may compute with layers of the model, and may have no checkpoint of its own.
 """
 
 # vLLM is not installed where this is checked.
@@ -12,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -58,7 +61,8 @@ class LoadedModels:
                 "the draft has a checkpoint of its own, and weightcast updates MTP layers of the model's only",
                 hint='leave "draft" out of --additional-config',
             )
-        checkpoint = CheckpointSpecs(_DraftConfig(speculative.draft_model_config, _load_config(vllm_config)), draft)
+        config = SimpleNamespace(model_config=speculative.draft_model_config, load_config=_load_config(vllm_config))
+        checkpoint = CheckpointSpecs(config, draft)
         if checkpoint.dummy:
             raise ConfigError(
                 "a draft model with random weights (--load-format dummy) cannot be updated",
@@ -288,14 +292,6 @@ def check_draft(speculative: Any) -> None:
             "a draft with parallel drafting keeps values that it computed from its first weights",
             hint="start vLLM without parallel drafting",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftConfig:
-    """The part of vLLM's configuration that its loaders need, for the draft."""
-
-    model_config: Any
-    load_config: Any
 
 
 class CheckpointSpecs:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from weightcast.errors import EngineFailure
 from weightcast.plugins.other_hosts import Elsewhere, RankInvitation, Reception
 from weightcast.plugins.rank_sockets import SwitchExecutor
-from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Commit, Message, Open
+from weightcast.wire.messages import Commit, Message
 
 
 class VllmExecutor(SwitchExecutor):
@@ -40,8 +39,6 @@ class VllmExecutor(SwitchExecutor):
         """
         self._on_main = on_main
         self._on_far_rank_lost = on_far_rank_lost
-        self._timeout_s = 0.0
-        self._opened = self._committing = ""
         folder = tempfile.mkdtemp(prefix="weightcast-")
         try:
             with Reception(folder, elsewhere) as reception:
@@ -53,18 +50,11 @@ class VllmExecutor(SwitchExecutor):
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # open connections do not need it
 
-    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        """Implements ``Executor.apply``."""
-        self._timeout_s = timeout_s
-        if isinstance(message, Open):
-            self._opened = str(message.version)
-        self._committing = self._opened if isinstance(message, Commit) else ""
-        return super().apply(message, timeout_s=timeout_s)
-
     def far_rank_lost(self, words: str) -> None:
         """Implements ``SwitchExecutor.far_rank_lost``."""
         self._on_far_rank_lost(words)
 
-    def after_decision(self) -> None:
+    def after_decision(self, message: Message, timeout_s: float) -> None:
         """Implements ``SwitchExecutor.after_decision``: the engine core takes the call between two steps."""
-        self._on_main(self._timeout_s, self._committing)
+        version = str(self.opened.version) if isinstance(message, Commit) and self.opened is not None else ""
+        self._on_main(timeout_s, version)

@@ -1,6 +1,7 @@
 """All second sets of weights in one vLLM worker: their memory inside vLLM's budget, and their sleep.
 
-They are the staging set, what is derived ahead of a commit, and the staging sets of LoRA adapters.
+They are the staging set, what is derived ahead of a commit, and the staging sets of LoRA adapters.  Other engines stage
+as their receiver is made (``staged_receiver``).  vLLM measures its model first, and must count what each set takes.
 """
 
 # vLLM is not installed where this is checked.
