@@ -71,10 +71,13 @@ def app_of(name: str, owner: Owner | None = None) -> FastAPI:
 class Call:
     """One request to an app."""
 
-    def __init__(self, app: Any, path: str, *pieces: bytes, query: bytes = b"", root: str = "") -> None:
+    def __init__(
+        self, app: Any, path: str, *pieces: bytes, query: bytes = b"", root: str = "", sized: bool = False
+    ) -> None:
         self.sent: list[dict[str, Any]] = []
         self.came, self.gone = asyncio.Event(), asyncio.Event()
         self._pieces = list(pieces) or [b""]
+        length = (b"content-length", b"%d" % sum(map(len, pieces))) if sized else (b"transfer-encoding", b"chunked")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -85,7 +88,7 @@ class Call:
             "raw_path": (root + path).encode(),
             "root_path": root,
             "query_string": query,
-            "headers": [(b"host", b"x"), (b"x-asking", b"me"), (b"transfer-encoding", b"chunked")],
+            "headers": [(b"host", b"x"), (b"x-asking", b"me"), length],
         }
         self.running = asyncio.ensure_future(app(scope, self._receive, self._send))
 
@@ -141,8 +144,8 @@ def test_an_app_hands_on_also_if_it_was_put_together_before(built):
 def test_a_request_of_updates_is_answered_by_the_owner_as_it_came():
     async def test(server: HandsOn, _: Owner) -> None:
         body = [bytes([number]) * MIB for number in range(5)]
-        for path in ("/weightcast/other", "/sleep"):
-            status, headers, answer = await Call(server, path, *body, query=b"level=2").answer()
+        for path, sized in (("/weightcast/other", False), ("/sleep", True)):
+            status, headers, answer = await Call(server, path, *body, query=b"level=2", sized=sized).answer()
             assert (status, headers[b"x-server"], headers[b"x-query"]) == (207, b"owner", b"level=2")
             assert headers[b"x-asked"] == b"me"
             assert answer == b"".join(body)[::-1]
