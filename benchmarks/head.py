@@ -108,7 +108,7 @@ class Answers:
         message = _others.decode(body)
         ack = Ack(ok=True, ranks=1, version=version)
         if message.type == "announce" and message.bucket == self._last:
-            ack = Ack(ok=True, ranks=1, closed=True, received_all=self._received, received_ranks=1)
+            ack = Ack(ok=True, ranks=1, closed=True, digest=self._received)
         if message.type == "commit":
             ack = Ack(ok=True, ranks=1, version=version, digest=message.digest, resident_ranks=1)
         return _whole(encode(ack)), message.type == "commit"
@@ -187,7 +187,7 @@ def serve(count: int, specs: tuple[TensorSpec, ...], received: str, buckets: int
 
 
 def digest_of(model: nn.Module) -> tuple[str, int]:
-    """Returns the one digest of everything that an engine receives, and the number of buckets."""
+    """Returns the digest of what an engine receives, and the number of buckets."""
     exporter, group = ModuleExporter(model), TrainerGroup(device=torch.device("cpu"), timeout_s=60.0)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=_BUCKET_BYTES, packing=NativeAdapter.packing)
     memory = torch.empty(max(layout.size_bytes for layout in layouts), dtype=torch.uint8)
@@ -196,7 +196,7 @@ def digest_of(model: nn.Module) -> tuple[str, int]:
     for bucket in bucketize(exporter.plan(layouts, group, TO_HEAD), [memory]):
         assert bucket is not None
         digests.add(bucket)
-    return digests.finish().of_all, len(layouts)
+    return digests.finish().digest, len(layouts)
 
 
 def measure(count: int, tensors: int, updates: int) -> dict[str, Any]:

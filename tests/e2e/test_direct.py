@@ -196,6 +196,7 @@ def test_a_bit_that_flips_on_any_leg_is_found_before_the_commit(fresh, jobs, opt
     for text in jobs(2).run(update_with_a_flipped_bit, engine.url, version, options, flip):
         assert "received something else than was sent" in text
         assert name in text
+        assert "(on any of 2 ranks)" in text
     assert serves_whole(engine) == 0
 
 

@@ -168,9 +168,8 @@ ANSWERS = [
     Ack(ok=False, error="no", failed_ranks=(1,), cause="group", state="quarantined", version=None, ranks=2),
     Ack(
         ok=True,
-        received_all="2",
         received={"a": "0"},
-        received_ranks=1,
+        suspects={"a": (0,)},
         resident={"a": "1"},
         mismatched=("b",),
         stall_s=0.25,
@@ -181,8 +180,6 @@ ANSWERS = [
     RankAck(
         rank=1,
         held=HeldSums(HeldTable((HeldPart(spec=SPEC, box_offset=(0, 2), box_shape=(6, 2)),)), torch.tensor([-(2**63)])),
-        received_all="c",
-        received={"a": "b"},
         missing=("x",),
         steps=STEPS,
     ),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Collection, Sequence
 from functools import cached_property
 
-import msgspec
 import torch
 
 from weightcast.digest.copy_program import CopyProgram, CopyStep, flat_stand_in, view_of_slot
@@ -43,7 +40,7 @@ def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> TensorPi
 
 
 class Totals:
-    """The digests of all that travelled: one for everything, and one for each tensor when asked for."""
+    """The digests of all that travelled."""
 
     def __init__(self, contents: Contents, values: torch.Tensor) -> None:
         """Takes the sums of the slots, int64 ``[slots]`` on the CPU, in the order in which they travelled."""
@@ -52,15 +49,6 @@ class Totals:
 
     def __bool__(self) -> bool:
         return bool(self._contents.table.names)
-
-    def of_all(self) -> str:
-        """BLAKE2b over the contents and all sums, 32 hex characters, for the same buckets; empty if there are none."""
-        if not self:
-            return ""
-        hashed = hashlib.blake2b(self._contents.seed, digest_size=16)
-        values = self._values.contiguous()
-        hashed.update((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
-        return hashed.hexdigest()
 
     def changed_from(self, other: Totals) -> float | None:
         """The share of the bytes that lie in slots whose sums differ; None if other slots travelled then."""
@@ -96,8 +84,7 @@ class Totals:
 class Contents:
     """The tensors that some buckets carry together, in the order in which they travel.
 
-    ``numbers`` has the tensor that each slot belongs to, int64 ``[slots]``, ``sizes`` the bytes of each slot, float64,
-    and ``seed`` a digest of all slots.
+    ``numbers`` has the tensor that each slot belongs to, int64 ``[slots]``, and ``sizes`` the bytes of each, float64.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout]) -> None:
@@ -110,7 +97,6 @@ class Contents:
         self.table = DigestTable(tuple(specs), torch.tensor(keys, dtype=torch.int64))
         self.numbers = torch.tensor([number_of[slot.spec.name] for slot in slots], dtype=torch.int64)
         self.sizes = torch.tensor([slot.size_bytes for slot in slots], dtype=torch.float64)
-        self.seed = hashlib.blake2b(msgspec.json.encode(slots), digest_size=16).digest()
 
 
 NOTHING = Totals(Contents(()), torch.zeros(0, dtype=torch.int64))

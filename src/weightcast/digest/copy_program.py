@@ -120,6 +120,7 @@ class CopyProgram:
         if transfers_on(device) if launches is None else launches:
             self._plan(steps, memories, device, num_sums, looks=looks)
         self._sums_all = all(step.total is None for step in self.rest)
+        self._numbers: dict[torch.device, torch.Tensor] = {}  # of the sums of ``rest``, by the device of their values
 
     def _plan(
         self,
@@ -229,16 +230,17 @@ class CopyProgram:
         if self._sums_all:
             return sums
         viewed = _Viewed(dict(enumerate(memories)))
-        by_device: dict[torch.device, tuple[list[int], list[TensorPiece]]] = {}
+        by_device: dict[torch.device, list[tuple[int, TensorPiece]]] = {}
         for step in self.rest:
-            if step.total is None:
-                continue
-            values = viewed.at(step.target) if step.target is not None else viewed.at(step.source).to(step.travels)
-            totals, pieces = by_device.setdefault(values.device, ([], []))
-            totals.append(step.total)
-            pieces.append(TensorPiece(tensor=values, full_shape=step.full_shape, box=step.box))
-        for totals, pieces in by_device.values():
-            sums = sums.index_add(0, torch.tensor(totals, device=self._device), partial_sums(pieces).to(self._device))
+            if step.total is not None:
+                values = viewed.at(step.target) if step.target is not None else viewed.at(step.source).to(step.travels)
+                piece = TensorPiece(tensor=values, full_shape=step.full_shape, box=step.box)
+                by_device.setdefault(values.device, []).append((step.total, piece))
+        for device, some in by_device.items():
+            if device not in self._numbers:  # a copy of them to a GPU waits for it
+                self._numbers[device] = torch.tensor([total for total, _ in some], device=self._device)
+            found = partial_sums([piece for _, piece in some])
+            sums = sums.index_add(0, self._numbers[device], found.to(self._device))
         return sums
 
     def _placed(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> Sequence[Transfer] | Placed:

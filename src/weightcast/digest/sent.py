@@ -1,8 +1,8 @@
 """Digests of the weights that were sent.
 
-Trainer ranks sum what they hold (``digest/source_sums.py``), and engines must answer with those sums.  The head sums
-its bucket as well where that is needed: for tensors that no rank sums at their source, for engines that cannot
-say what they received, and for engines that keep another dtype.  The two sums are then compared here.
+Trainer ranks sum what they hold (``digest/source_sums.py``), and what engine ranks have copied must add up to those
+sums.  The head sums its bucket as well where that is needed: for tensors that no rank sums at their source, for engines
+that cannot say what they received, and for engines that keep another dtype.  The two sums are then compared here.
 
 A digest is taken in the dtype that travels, and in each other dtype that an engine keeps.
 """
@@ -10,7 +10,7 @@ A digest is taken in the dtype that travels, and in each other dtype that an eng
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -160,7 +160,7 @@ class Sent:
     """Digests of the weights that were sent.
 
     Digests of single tensors are made when they are first asked for: in the normal case after engines have switched.
-    Engines must answer with ``of_all``.  ``cast`` has those in other dtypes that engines keep, by name and dtype.
+    ``cast`` has those in other dtypes that engines keep, by name and dtype.
     """
 
     def __init__(
@@ -171,10 +171,9 @@ class Sent:
     ) -> None:
         """Takes the digests, empty if no proof was asked for."""
         self._totals = totals
-        self.of_all = totals.of_all()
         self.cast = cast or {}
         self._lock = threading.Lock()
-        self._kept: list[tuple[Sequence[TensorSpec], str]] = []
+        self._known: list[tuple[Sequence[TensorSpec], str, str]] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -190,22 +189,35 @@ class Sent:
 
     def digest_kept(self, specs: Sequence[TensorSpec]) -> str:
         """Model digest of what an engine must keep, as ``kept``; thread-safe, and worked out once for alike engines."""
-        with self._lock:
-            for same, digest in self._kept:
-                if same is specs:
-                    return digest
-            digest = model_digest(self.kept(specs)) if self.cast else self._totals.digest_of(specs, ())
-            self._kept.append((specs, digest))
-            return digest
+        return self._once(
+            "kept", specs, lambda: model_digest(self.kept(specs)) if self.cast else self._totals.digest_of(specs, ())
+        )
 
-    def digest_received(self, specs: Sequence[TensorSpec]) -> str:
-        """Model digest of those of an engine's tensors that were sent, in the dtype that travels."""
-        return self._totals.digest_of_sent(specs)
+    def digest_arrived(self, specs: Sequence[TensorSpec]) -> str:
+        """Model digest of those of an engine's tensors that were sent, as ``digest_kept``."""
+        return self._once(
+            "sent",
+            specs,
+            lambda: model_digest(self.arrived(specs)) if self.cast else self._totals.digest_of_sent(specs),
+        )
+
+    def _once(self, kind: str, specs: Sequence[TensorSpec], make: Callable[[], str]) -> str:
+        with self._lock:
+            for same, known, digest in self._known:
+                if same is specs and known == kind:
+                    return digest
+            digest = make()
+            self._known.append((specs, kind, digest))
+            return digest
 
     @cached_property
     def received(self) -> dict[str, str]:
         """Digest of each tensor as engines receive it, by name."""
         return self._totals.by_name()
+
+    def arrived(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
+        """As ``kept``, of those that were sent."""
+        return self.kept([spec for spec in specs if spec.name in self.received])
 
     def kept(self, specs: Sequence[TensorSpec]) -> dict[str, str]:
         """Digest of each tensor as an engine must keep it, by name, in its dtypes; not to be written to."""

@@ -45,6 +45,7 @@ class ComputedSources:
     Attributes:
         names: Their names.
         places: All places that are computed, as ``ComputedGroup`` has them.
+        parts: Parts of each source that are read, by its name; another rank may keep the others, and prove them.
         proof: That of the live weights; None if it is not known what they were computed from.
     """
 
@@ -68,9 +69,8 @@ class ComputedSources:
         self._proves = False
         self.proof: ComputedProof | None = None
         self._before: ComputedProof | None = None
-        # Parts of sources that are read; another rank may keep the others, and prove them.
-        self._parts = {name: boxes for group in groups for name, boxes in zip(group.sources, group.boxes, strict=True)}
-        numbered = list(enumerate(name for name, boxes in self._parts.items() for _ in boxes))
+        self.parts = {name: boxes for group in groups for name, boxes in zip(group.sources, group.boxes, strict=True)}
+        numbered = list(enumerate(name for name, boxes in self.parts.items() for _ in boxes))
         pairs = [
             (part, place)
             for place, group in enumerate(group for group in groups for _ in group.places)
@@ -89,6 +89,15 @@ class ComputedSources:
     def first_places(self) -> dict[str, Route]:
         """The first of the places that are computed from each source, by its name."""
         return {name: group.places[0] for group in self._groups for name in group.sources}
+
+    @property
+    def held_parts(self) -> list[HeldPart]:
+        """The parts that are read, in order, in the dtypes that are expected."""
+        return [
+            HeldPart(spec=self._expected[name], box_offset=box.offset, box_shape=box.shape)
+            for name, boxes in self.parts.items()
+            for box in boxes
+        ]
 
     def begin(self, *, proves: bool) -> None:
         """Starts an update; without ``proves`` nothing is computed a second time."""
@@ -128,7 +137,7 @@ class ComputedSources:
 
     def hear(self, data: bytes) -> None:
         """Takes the proof of weights that are copied from a peer; ``Refused`` if it is not one of as many sums."""
-        counts = [sum(map(len, self._parts.values())), len(self.places)]
+        counts = [sum(map(len, self.parts.values())), len(self.places)]
         if len(data) != 8 * sum(counts):
             raise Refused(f"the sums of computed tensors have {len(data)} bytes instead of {8 * sum(counts)}")
         self._told = ComputedProof(*torch.frombuffer(bytearray(data), dtype=torch.int64).split(counts))
@@ -207,12 +216,7 @@ class ComputedSources:
         """The tables of answers without and with the sources, for the table of all that is summed."""
         if self._tables is None or self._tables[0] is not summed:
             parts = summed.parts[: len(summed.parts) - len(self.places)]
-            own = [
-                HeldPart(spec=self._expected[name], box_offset=box.offset, box_shape=box.shape)
-                for name, boxes in self._parts.items()
-                for box in boxes
-            ]
-            self._tables = summed, HeldTable(parts), HeldTable((*parts, *own))
+            self._tables = summed, HeldTable(parts), HeldTable((*parts, *self.held_parts))
         return self._tables[1:]
 
     def _batches(self) -> Iterator[Sequence[ComputedGroup]]:
@@ -270,7 +274,7 @@ class ComputedSources:
                 box=box,
             )
             for name, whole in sources
-            for box in self._parts[name]
+            for box in self.parts[name]
         ]
         return partial_sums(pieces).cpu()
 

@@ -26,7 +26,7 @@ from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan, ShareRou
 from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
-from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
+from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Prepare
 from weightcast.wire.plans import UpdateTables
@@ -107,10 +107,10 @@ class Loader:
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self.plan = LoadPlan()
-        self.scattered = ScatteredCopier(self.expected, ShareRoutes.of(self.routes, self.computed))
+        self.scattered = ScatteredCopier(self.expected, ShareRoutes.of(self.routes, self.computing.parts))
         self._copies: Mapping[str, str] = {}
         # The parts of ``written``, for those of the routes.
-        self._parts: tuple[HeldTable, HeldTable] = NOTHING_HELD.table, NOTHING_HELD.table
+        self._parts = HeldTable(()), HeldTable(())
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, by route and place; None if it was not read back since it was last written.
@@ -138,7 +138,8 @@ class Loader:
     @copies.setter
     def copies(self, copies: Mapping[str, str]) -> None:
         self._copies = copies
-        self.scattered.routes = ShareRoutes.of(self.routes, self.computed, (*copies, *copies.values()))
+        compared = [self.expected[name] for name in dict.fromkeys((*copies, *copies.values()))]
+        self.scattered.routes = ShareRoutes.of(self.routes, self.computing.parts, compared)
 
     @property
     def held_bytes(self) -> int:
@@ -301,26 +302,20 @@ class Loader:
     def written(self) -> HeldSums:
         """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device.
 
-        Sources that the loader computes with are summed as they arrived, whole and in the dtype that travels.
+        Sources that the loader computes with are summed as they arrive, in the dtypes that are expected.
         """
         form, targets, routes = self.staging.waiting_form, self.staging.targets, self.scattered.routes
         if self._fetched is not None:
             return self.computing.answer_copied(self._sums.held(form, self._device, targets))
         totals = self.scattered.totals()
         found = self._copied.completed(totals[: routes.num_routes], form, self._device, targets)
-        wholes = [spec for name, spec in self.scattered.summed.items() if name in self.computed]
-        if not wholes:
+        if not self.computed:
             return found
-        parts = tuple(
-            HeldPart(spec=spec, box_offset=(0,) * len(spec.shape), box_shape=spec.shape)
-            for spec in sorted(wholes, key=lambda spec: routes.wholes[spec.name])
-        )
-        before, table = self._parts
-        if before is not found.table or table.parts[len(before.parts) :] != parts:
-            table = HeldTable((*found.table.parts, *parts))
-            self._parts = found.table, table
-        numbers = torch.tensor([routes.wholes[part.spec.name] for part in parts])
-        return HeldSums(table, torch.cat([found.totals, totals[numbers]]))
+        parts = self.computing.held_parts
+        if self._parts[0] is not found.table:
+            self._parts = found.table, HeldTable((*found.table.parts, *parts))
+        own = totals[routes.num_routes : routes.num_routes + len(parts)]
+        return HeldSums(self._parts[1], torch.cat([found.totals, own]))
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weightcast.digest.definition import model_digest
 from weightcast.errors import Refused
 from weightcast.receiver.engine_state import EngineState
-from weightcast.receiver.rank_answers import Resident
+from weightcast.receiver.rank_answers import NOTHING_KEPT, Resident
 from weightcast.wire.answers import Cause
 from weightcast.wire.fields import shown
 from weightcast.wire.layout import BucketLayout, TensorSpec
@@ -36,8 +35,7 @@ class OpenSession:
         deadline: Monotonic time at which the lease ends.
         closed: True once every rank has said that everything arrived.
         not_updated: Parameters that no tensor of the update writes, by name.
-        received: Digest by name of each tensor that arrived, if Close has asked for them.
-        written: What ranks wrote that receive no more than they keep; None if they receive everything.
+        written: What the ranks have copied, from Close on.
         groups: Names of the process groups that broadcast its buckets.
         fetched: First Fetch of a session that copies from a peer; None if a trainer sends the weights.
     """
@@ -51,8 +49,7 @@ class OpenSession:
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
-    received: Mapping[str, str] = field(default_factory=dict[str, str])
-    written: Resident | None = None
+    written: Resident = NOTHING_KEPT
     groups: set[str] = field(default_factory=set[str])
     fetched: Fetch | None = None
 
@@ -154,18 +151,10 @@ def check_fetched(session: OpenSession, asked: str, specs: Sequence[TensorSpec])
     fetched = session.fetched
     if fetched is None:
         return
-    waiting = digest_of(session.received, specs)
+    waiting = session.written.digest_of(specs)
     if not waiting == asked == fetched.digest:
         raise Refused(
             f"what was copied from {fetched.peer.url} has the digest {waiting or 'of an incomplete model'}, and the "
             f"peer proved {fetched.digest} for version {fetched.version}",
             hint="nothing was switched; copy again",
         )
-
-
-def digest_of(digests: Mapping[str, str], specs: Sequence[TensorSpec]) -> str:
-    """Model digest of an engine's tensors; empty if the digest of one is unknown."""
-    names = [spec.name for spec in specs]
-    if any(name not in digests for name in names):
-        return ""
-    return model_digest({name: digests[name] for name in names})

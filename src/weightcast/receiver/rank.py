@@ -21,10 +21,9 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import READ_BACK, Finisher, Loader, residents_of
 from weightcast.receiver.offer import check_copies
-from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.resident_chunks import ResidentChunks
-from weightcast.receiver.shares import Shares, ShareSource
+from weightcast.receiver.shares import Shares
 from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.peer import PeerSource
@@ -34,10 +33,9 @@ from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
 from weightcast.wire.answers import RankAck
-from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, LegsSource
+from weightcast.wire.bucket_sources import ByRankSource, LegsSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
-from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import (
     Abort,
     Announce,
@@ -139,10 +137,8 @@ class WeightReceiver:
         self._committed = ""
         self._asleep = ""
         self._set_aside: dict[str, torch.Tensor] = {}
-        self._received = ReceivedSums()
         self._peak: PeakMemory | None = None
         self._measuring = False
-        self._scattered = False
         self._load_s = self._verify_s = 0.0
         self._steps: list[Step] = []
 
@@ -279,12 +275,10 @@ class WeightReceiver:
         self.loader.check(message.specs)
         self._end()
         self.loader.begin(message.plan, proves=message.verify in READ_BACK)
-        self._received.clear()
         self._shares.begin()
         self._take_owner(message.owner)
         self._open = message
         self._committed = ""
-        self._scattered = False
         self._interrupted.clear()
         # Later on, the engine would have to fault in again what it keeps in its heap from update to update.
         self._peak = PeakMemory(self.device, trim=self._peak is None).__enter__()
@@ -302,66 +296,18 @@ class WeightReceiver:
             message.source.of(self.rank) if isinstance(message.source, ByRankSource | LegsSource) else message.source
         )
         for layout in message.layouts:
-            if isinstance(source, ShareSource):
-                self._take_share(layout, source, session)
-            else:
-                self._take_whole(layout, source, session)
+            started = time.monotonic()
+            arrived = self._shares.take(layout, source, session, interrupted=self._interrupted.is_set)
+            loaded = time.monotonic()
+            self._load_s += loaded - arrived
+            self._steps += [
+                Step("wire", self.rank, started, arrived, layout.index),
+                Step("load", self.rank, arrived, loaded, layout.index),
+            ]
         return self._ack()
 
-    def _take_whole(self, layout: BucketLayout, source: IpcSource | BroadcastSource, session: Open) -> None:
-        """Loads a bucket that this rank reads or receives whole."""
-        started = time.monotonic()
-        if isinstance(source, IpcSource):
-            bucket = self._memory.read(layout, source.handles)
-        else:
-            bucket = self._read(layout, source.group, session)
-        if self._interrupted.is_set():
-            raise Refused("interrupted")
-        arrived = time.monotonic()
-        self.loader.load(bucket, summed=session.verify != "none" or bool(self.loader.copies))
-        loaded = time.monotonic()
-        if session.verify != "none":
-            self._received.add(bucket)
-        digested = time.monotonic()
-        if isinstance(source, IpcSource):
-            # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the
-            # buffer, which may be another one.
-            wait_for_streams(self.device, bucket.data.device)
-        else:
-            self._broadcast.release(bucket)
-        self._verify_s += digested - loaded
-        self._load_s += loaded - arrived
-        if self.device.type == "cuda":
-            self._load_s += time.monotonic() - digested + arrived - started
-        index = layout.index
-        self._steps += [
-            Step("wire", self.rank, started, arrived, index),
-            Step("load", self.rank, arrived, loaded, index),
-            Step("verify", self.rank, loaded, digested, index),
-        ]
-        if self.device.type == "cuda":  # the copies end here; before, they were only enqueued
-            self._steps.append(Step("load", self.rank, digested, time.monotonic(), index))
-
-    def _take_share(self, layout: BucketLayout, source: ShareSource, session: Open) -> None:
-        """Reads this rank's own share alone; Close answers with its sums."""
-        started = time.monotonic()
-        arrived = self._shares.take(
-            layout,
-            source,
-            timeout_s=session.timeout_s,
-            summed=session.verify != "none",
-            interrupted=self._interrupted.is_set,
-        )
-        self._scattered = True
-        loaded = time.monotonic()
-        self._load_s += loaded - arrived
-        self._steps += [
-            Step("wire", self.rank, started, arrived, layout.index),
-            Step("load", self.rank, arrived, loaded, layout.index),
-        ]
-
     def _fetch(self, message: Fetch) -> RankAck:
-        """Copies one chunk from the same rank of a peer.  Close answers with the sums of all of them."""
+        """Copies one chunk from the same rank of a peer."""
         session = self._session(message.session)
         if self._chunks is None:
             self._chunks = self.loader.chunks(self.tp_size)
@@ -377,7 +323,6 @@ class WeightReceiver:
             self.loader.take_chunk(message.index, data, chunks)
             wait_for_streams(self.device)
             self._load_s = self._did("load", started)
-        self._scattered = True
         return self._ack(chunks=count)
 
     def _read_chunk(self, message: ReadChunk) -> RankAck:
@@ -396,17 +341,6 @@ class WeightReceiver:
                 hint="copy between engines of one kind and version, started on the same model with the same sizes",
             )
         return self._ack(part=self.loader.read_chunk(message.index, chunks))
-
-    def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
-        """Receives a broadcast bucket into a buffer; that of the next one is entered if its size is known."""
-        following = session.bucket_sizes[layout.index + 1 : layout.index + 2]
-        return self._broadcast.read(
-            layout,
-            group,
-            timeout_s=session.timeout_s,
-            next_bytes=following[0] if following else 0,
-            patience_s=session.lease_s,  # the trainer may gather for longer than a wait may take
-        )
 
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)
@@ -428,10 +362,8 @@ class WeightReceiver:
         if session.verify in READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
         written = self.loader.written() if session.verify != "none" else NOTHING_HELD
-        received = self._received.by_name() if message.by_name and not self._scattered else {}
-        of_all = "" if message.by_name or self._scattered else self._received.of_all()
         self._verify_s = self._did("verify", started)
-        return self._ack(received=received, received_all=of_all, held=written, taken=self._shares.taken)
+        return self._ack(held=written, taken=self._shares.taken)
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""
@@ -496,7 +428,6 @@ class WeightReceiver:
         self._broadcast.expect_nothing()
         self._peer.close()
         self._chunks = None
-        self._received.clear()
         self._measured()
 
     def _unmap(self) -> None:

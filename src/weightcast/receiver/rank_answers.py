@@ -45,6 +45,9 @@ class Resident:
         return self._table.of_some(self._sums, specs, without)
 
 
+NOTHING_KEPT = Resident(EMPTY, EMPTY.keys)
+
+
 class ResidentFold:
     """Adds up the partial digests of all ranks.  The arithmetic for the ranks' tables of parts is worked out once.
 
@@ -52,15 +55,19 @@ class ResidentFold:
     """
 
     def __init__(self) -> None:
-        self._tables: list[HeldTable] = []
-        self._folding = _Folding(())
+        # Of late, for their tables: what the ranks copy has more parts than what they read back, if a loader computes.
+        self._known: list[tuple[list[HeldTable], _Folding]] = []
 
     def fold(self, acks: Sequence[RankAck]) -> Resident:
         """Folds the answers of all ranks, one each."""
         tables = [ack.held.table for ack in acks]
-        if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
-            self._tables, self._folding = tables, _Folding([part for table in tables for part in table.parts])
-        return self._folding.fold([ack.held.totals for ack in acks])
+        folding = next(
+            (one for of, one in self._known if len(of) == len(tables) and all(map(operator.is_, of, tables))), None
+        )
+        if folding is None:
+            folding = _Folding([part for table in tables for part in table.parts])
+            self._known = [(tables, folding), *self._known[:1]]
+        return folding.fold([ack.held.totals for ack in acks])
 
 
 class _Folding:
@@ -106,12 +113,29 @@ class _Folding:
         return Resident(self._table, sums, (*self._broken, *wrong))
 
 
-def fold_received(acks: Sequence[RankAck]) -> tuple[int, tuple[str, ...]]:
-    """Number of ranks that received what rank 0 received, and the names on which the others differ."""
-    one = acks[0]
-    differing = {name: None for ack in acks for name in one.received if ack.received.get(name) != one.received[name]}
-    agreeing = sum(ack.received_all == one.received_all and ack.received == one.received for ack in acks)
-    return agreeing, tuple(differing)
+def suspects(acks: Sequence[RankAck]) -> dict[str, tuple[int, ...]]:
+    """The ranks that may be at fault if a tensor is not what was sent, by its name, unless all ranks may be.
+
+    Where ranks differ in a part that they all keep, those whose sum most of them do not have; else all that keep a part
+    of the tensor.
+    """
+    keepers: dict[str, dict[Box, dict[int, list[int]]]] = {}
+    for ack in acks:
+        for part, total in zip(ack.held.table.parts, ack.held.totals.tolist(), strict=True):
+            keepers.setdefault(part.spec.name, {}).setdefault(part.box, {}).setdefault(total, []).append(ack.rank)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, boxes in keepers.items():
+        differing = [
+            ranks
+            for by_total in boxes.values()
+            for ranks in by_total.values()
+            if 2 * len(ranks) <= sum(map(len, by_total.values()))
+        ]
+        kept = [ranks for by_total in boxes.values() for ranks in by_total.values()]
+        named = tuple(sorted({rank for ranks in differing or kept for rank in ranks}))
+        if len(named) < len(acks):
+            found[name] = named
+    return found
 
 
 def failures(acks: Sequence[RankAck]) -> tuple[tuple[int, ...], str]:

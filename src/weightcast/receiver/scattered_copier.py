@@ -38,7 +38,6 @@ class ScatteredCopier:
 
     Attributes:
         routes: What this rank keeps, and the numbers of the sums.
-        summed: Tensors of this update that were summed as they arrived, by name.
     """
 
     def __init__(self, expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> None:
@@ -47,7 +46,7 @@ class ScatteredCopier:
         self._plan = LoadPlan()
         self._sums: dict[torch.device, torch.Tensor] = {}  # of the buffers of each device
         self._overflows: dict[str, list[torch.Tensor]] = {}
-        self.summed: dict[str, TensorSpec] = {}
+        self._compared: set[str] = set()
 
     def use(self, plan: LoadPlan) -> None:
         """Takes the plan that has everything about the buckets to come."""
@@ -57,10 +56,10 @@ class ScatteredCopier:
         """Forgets what an earlier update left."""
         self._sums.clear()
         self._overflows.clear()
-        self.summed.clear()
+        self._compared.clear()
 
     def totals(self) -> torch.Tensor:
-        """Digest sums of what was copied, in the dtypes that are kept, and of what was summed as it arrived.
+        """Digest sums of what was copied, in the dtypes that are kept, and of what arrived, in those that are expected.
 
         They are int64 ``[routes.num_sums]`` on the CPU, mod 2**64.  Waits for the device.
         """
@@ -70,12 +69,12 @@ class ScatteredCopier:
         return totals
 
     def arrived(self) -> dict[str, str]:
-        """The digest of each tensor of ``summed``, by name.  Waits for the device."""
-        totals = self.totals()
-        return {
-            name: finish(as_unsigned(int(totals[self.routes.wholes[name]])), dtype=spec.torch_dtype, shape=spec.shape)
-            for name, spec in self.summed.items()
-        }
+        """The digest of each source of this update that is compared whole, by name.  Waits for the device."""
+        totals, found = self.totals(), dict[str, str]()
+        for name in self._compared:
+            spec, total = self._expected[name], as_unsigned(int(totals[self.routes.compared[name]]))
+            found[name] = finish(total, dtype=spec.torch_dtype, shape=spec.shape)
+        return found
 
     def overflowed(self) -> list[str]:
         """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
@@ -157,7 +156,7 @@ class ScatteredCopier:
             far: Numbers of buffers that lie on another GPU and are mapped for the one that copies.
             summed: False if nobody needs ``totals``.
         """
-        self.summed.update((spec.name, spec) for spec in plan.summed)
+        self._compared.update(plan.compared)
         by_device: dict[torch.device, list[int]] = {}
         for number, (data, copies) in enumerate(zip(buffers, plan.buffers, strict=True)):
             if copies:
@@ -213,11 +212,13 @@ class ScatteredCopier:
             for share in plan.buffers[number]:
                 copy, spec = share.copy, share.slot.spec
                 source = View(place, share.dtype, copy.shape, copy.source_stride, copy.source_offset)
-                target = None
-                if copy.parameter is not None:
+                target, sent = None, spec.torch_dtype
+                if copy.parameter is None:
+                    sent = self._expected[spec.name].torch_dtype
+                else:
                     memory = written[copy.parameter]
                     target = View(memory, targets[memory - len(numbers)].dtype, copy.shape, copy.stride, copy.offset)
-                step = CopyStep(source, target, spec.shape, share.box, share.total, spec.torch_dtype, spec.name)
+                step = CopyStep(source, target, spec.shape, share.box, share.total, sent, spec.name)
                 steps.append(step)
         program = CopyProgram(
             steps,

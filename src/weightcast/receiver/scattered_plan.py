@@ -1,7 +1,7 @@
-"""The copies of a bucket whose parts lie in several places, and all that goes with a plan.  Numbers only.
+"""The copies of a bucket, whole or with its parts in several places, and all that goes with a plan.  Numbers only.
 
-A rank's routes say which boxes of the source tensors it keeps.  Boxes of these tensors lie somewhere: in the buffers of
-several trainer ranks, or in the messages that they sent.  The copies are the routes, cut to these boxes.
+A rank's routes say which boxes of the source tensors it keeps.  Boxes of these tensors lie somewhere: in one buffer, in
+those of several trainer ranks, or in the messages that they sent.  The copies are the routes, cut to these boxes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class BufferBox:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy out of a buffer into a parameter, in elements; or a sum alone, of what is copied into none.
+    """A copy out of a buffer into a parameter, in elements.
 
     Attributes:
+        parameter: None for what is summed and not copied.
         offset: Distance from the parameter's first element.
         source_offset: Distance from the buffer's first byte, in elements of the dtype there.
     """
@@ -73,37 +74,46 @@ class ShareCopy:
 
 @dataclass(frozen=True, slots=True)
 class ShareRoutes:
-    """A rank's routes.  There is a sum for each route, and then one for each source that is summed whole.
+    """A rank's routes, and the numbers of its sums: of the routes first, then of what is summed as it arrives.
 
     Attributes:
-        computed: Names of the sources that stay with the model's own loader.
+        computed: The parts that the model's own loader reads of the sources that it computes with, by name.
         firsts: Number of the first route of each source.
-        wholes: Number of the sum of each source that is summed as it arrives, wherever it goes.
-        num_routes: Number of all routes.
+        arriving: Number and box of each sum that is taken as a source arrives: of the computed parts, in order, and of
+            sources that are compared whole.
+        compared: Number of the sum of each source that is compared whole.
     """
 
     by_source: Mapping[str, Sequence[Route]]
-    computed: Collection[str]
+    computed: Mapping[str, Sequence[Box]]
     firsts: Mapping[str, int]
-    wholes: Mapping[str, int]
+    arriving: Mapping[str, Sequence[tuple[int, Box]]]
+    compared: Mapping[str, int]
     num_routes: int
+    num_sums: int
 
     @staticmethod
     def of(
-        by_source: Mapping[str, Sequence[Route]], computed: Collection[str], compared: Collection[str] = ()
+        by_source: Mapping[str, Sequence[Route]],
+        computed: Mapping[str, Sequence[Box]],
+        compared: Collection[TensorSpec] = (),
     ) -> ShareRoutes:
-        """Numbers the sums; ``compared`` names sources that are summed whole, beside those that are computed with."""
+        """Numbers the sums."""
         firsts: dict[str, int] = {}
-        count = 0
+        num_routes = 0
         for name, routes in by_source.items():
-            firsts[name] = count
-            count += len(routes)
-        wholes = {name: count + number for number, name in enumerate(sorted({*computed, *compared}))}
-        return ShareRoutes(by_source, computed, firsts, wholes, count)
-
-    @property
-    def num_sums(self) -> int:
-        return self.num_routes + len(self.wholes)
+            firsts[name] = num_routes
+            num_routes += len(routes)
+        count, arriving, wholes = num_routes, dict[str, list[tuple[int, Box]]](), dict[str, int]()
+        for name, boxes in computed.items():
+            arriving[name] = list(enumerate(boxes, count))
+            count += len(boxes)
+        for spec in compared:
+            wholes[spec.name] = count
+            whole = Box(offset=(0,) * len(spec.shape), shape=spec.shape)
+            arriving.setdefault(spec.name, []).append((count, whole))
+            count += 1
+        return ShareRoutes(by_source, computed, firsts, arriving, wholes, num_routes, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ class ScatteredPlan:
     Attributes:
         buffers: The copies out of each buffer.
         wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
-        summed: Tensors that are summed as they arrive.
+        compared: As that of ``ShareRoutes``, the names of those in the bucket.
         read_bytes: Bytes that are read out of each buffer.
         parameters: Names of the parameters that are written.
         prepared: The programs of a copier, which go with the plan.
@@ -123,7 +133,7 @@ class ScatteredPlan:
     parts: BufferParts | tuple[MappedPart, ...]
     buffers: Sequence[Sequence[ShareCopy]]
     wholes: Mapping[int, Sequence[BufferBox]]
-    summed: Sequence[TensorSpec]
+    compared: Sequence[str]
     read_bytes: Sequence[int]
     parameters: tuple[str, ...] = field(init=False, compare=False, repr=False)
     prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
@@ -289,15 +299,17 @@ def _plan_copies(
     buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
     read_bytes = [0] * num_buffers
     wholes: dict[int, Sequence[BufferBox]] = {}
-    summed: list[TensorSpec] = []
+    compared: list[str] = []
     for number, slot in enumerate(layout.slots):
         name, found = slot.spec.name, sources.get(number, ())
         rows, computed = slot.box, slot.spec.name in routes.computed
-        if name in routes.wholes:
-            summed.append(slot.spec)
+        if name in routes.compared:
+            compared.append(name)
+        for total, box in routes.arriving.get(name, ()):
             for source in found:
-                copy = Copy(None, source.box.shape, (), 0, source.stride, source.offset)
-                buffers[source.buffer].append(ShareCopy(slot, source.dtype, copy, source.box, routes.wholes[name]))
+                if (part := intersection(box, source.box)) is not None:
+                    copy = Copy(None, part.shape, (), 0, source.stride, _first(part, source))
+                    buffers[source.buffer].append(ShareCopy(slot, source.dtype, copy, part, total))
         if computed:
             if sum(source.box.numel for source in found) != rows.numel:
                 raise Refused(f"{name}: not every element would arrive once")
@@ -318,22 +330,25 @@ def _plan_copies(
             expected = intersection(route.box, rows)
             if copied != (expected.numel if expected is not None else 0):
                 raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")
-    return ScatteredPlan(layout, parts, buffers, wholes, summed, read_bytes)
+    return ScatteredPlan(layout, parts, buffers, wholes, compared, read_bytes)
 
 
 def _copy_of(piece: Route, source: BufferBox) -> Copy:
     region = piece.region
-    first = sum(
-        (at - zero) * step for at, zero, step in zip(piece.box_offset, source.box.offset, source.stride, strict=True)
-    )
     return Copy(
         parameter=piece.parameter,
         shape=region.shape,
         stride=region.stride,
         offset=region.offset,
         source_stride=source.stride,
-        source_offset=source.offset + first,
+        source_offset=_first(piece.box, source),
     )
+
+
+def _first(box: Box, source: BufferBox) -> int:
+    """The first element of a box in the buffer of the source that it is a part of."""
+    begin = zip(box.offset, source.box.offset, source.stride, strict=True)
+    return source.offset + sum((at - zero) * step for at, zero, step in begin)
 
 
 def _check_parts(layout: BucketLayout, parts: BufferParts | tuple[tuple[MappedPart, ...]]) -> None:

@@ -38,7 +38,7 @@ from weightcast.receiver.rank_answers import (
     check_all,
     costs,
     failures,
-    fold_received,
+    suspects,
     union,
 )
 from weightcast.receiver.session_events import SessionEvents
@@ -405,26 +405,15 @@ class SessionHandler:
             raise Refused(f"{session.buckets} buckets arrived, the trainer sent {message.buckets}")
         acks = self._ranks(message, timeout_s=session.open.timeout_s)
         session.closed = True
-        agreeing, differing = fold_received(acks)
-        received, received_all = acks[0].received, acks[0].received_all
-        written = None
-        if any(ack.held for ack in acks) and not any(
-            ack.received or ack.received_all for ack in acks
-        ):  # each rank has received its own share, and summed where it was written
-            written = self._fold.fold(acks)
-            differing = written.broken
-            if message.by_name or session.fetched is not None:
-                received, received_all = written.digests, ""
-            else:
-                specs = self._engine.facts.specs
-                received_all = written.digest_of(specs, self._unannounced.names(specs, session.open.specs))
-        session.received, session.written = received, written
+        written, specs = self._fold.fold(acks), self._engine.facts.specs
+        session.written = written
+        proves = session.open.verify != "none"
         return self._engine.ack(
-            received_all=received_all,
-            received=received,
-            received_ranks=agreeing,
+            digest=written.digest_of(specs, self._unannounced.names(specs, session.open.specs)) if proves else "",
+            received=written.digests if message.by_name else {},
+            suspects=suspects(acks) if message.by_name else {},
             taken=tuple(ack.taken for ack in acks) if any(any(ack.taken) for ack in acks) else (),
-            mismatched=differing,
+            mismatched=written.broken,
             not_updated=session.not_updated,
             **costs(acks),
         )
@@ -497,17 +486,8 @@ class SessionHandler:
 
     def _differing(self, session: OpenSession, resident: Resident) -> str:
         """Names of tensors that are kept otherwise than they were received, in words."""
-        received = session.written.digests if session.written is not None else session.received
-        if not received:
-            told = Close(session=session.open.session, buckets=session.buckets, by_name=True)
-            try:
-                received = self._ranks(told, timeout_s=session.open.timeout_s)[0].received
-            except Refused as error:
-                log.warning("the tensors that differ could not be named: %s", error)
-        dtypes = {spec.name: spec.dtype for spec in session.open.specs}
-        cast = {spec.name for spec in self._engine.facts.specs if dtypes.get(spec.name) != spec.dtype}
-        own = {name: digest for name, digest in received.items() if name in resident.digests and name not in cast}
-        names = list(dict.fromkeys((*resident.broken, *unequal(own, resident.digests))))
+        written = {name: digest for name, digest in session.written.digests.items() if name in resident.digests}
+        names = list(dict.fromkeys((*resident.broken, *unequal(written, resident.digests))))
         return shown(", ".join(names[:8])) or "its digest is not that of what the trainer sent"
 
     def _abort(self, message: Abort) -> Ack:

@@ -1,4 +1,4 @@
-"""Brings one engine rank its own share of a bucket: out of trainer ranks' buffers or memory, or in messages."""
+"""Brings one engine rank a bucket, or its share of it, out of trainer ranks' buffers or memory, or in messages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.wire.answers import NOTHING_TAKEN, Taken
 from weightcast.wire.bucket_sources import (
+    BroadcastSource,
     ExchangeSource,
     IpcSource,
     MappedSource,
@@ -29,12 +30,13 @@ from weightcast.wire.bucket_sources import (
     Source,
 )
 from weightcast.wire.layout import BucketLayout
+from weightcast.wire.messages import Open
 from weightcast.wire.pieces import Wanted, encode_wanted
 from weightcast.wire.plans import hash_of
 
 _PASSING_ROOMS = 2
 _PASS_S = 1.0  # after an update, for what is still being passed on; then its group ends
-ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource | OwnLegs
+RankSource = IpcSource | BroadcastSource | ScatteredSource | RemoteSource | ExchangeSource | MappedSource | OwnLegs
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class _Room:
 
 @dataclass(slots=True)
 class Shares:
-    """Reads a rank's shares out of memory on this host, out of messages, or out of memory on any host.
+    """Reads buckets and shares out of memory on this host, out of messages, or out of memory on any host.
 
     Attributes:
         taken: As ``RankAck.taken``.
@@ -104,19 +106,21 @@ class Shares:
     def take(
         self,
         layout: BucketLayout,
-        source: ShareSource,
+        source: RankSource,
+        session: Open,
         *,
-        timeout_s: float,
-        summed: bool,
         interrupted: Callable[[], bool],
     ) -> float:
-        """Reads and loads the share of one bucket; returns when its bytes had arrived, by ``time.monotonic``.
+        """Reads and loads a bucket, or the share of it; returns when its bytes had arrived, by ``time.monotonic``.
 
         ``interrupted`` is True once the update is over.  It raises Refused then, or if the parts are not the whole
         bucket exactly once; MappingFailed or RemoteReadFailed if a trainer rank's buffer cannot be mapped or read;
         DeadlineExceeded or GroupFailed if a trainer rank fell silent or died.
         """
-        copies = self.loader.copies
+        copies, timeout_s = self.loader.copies, session.timeout_s
+        summed = session.verify != "none" or bool(copies)
+        if isinstance(source, IpcSource | BroadcastSource):
+            return self._take_whole(layout, source, session, summed=summed, interrupted=interrupted)
         if copies:
             name, original = next(iter(copies.items()))
             raise Refused(
@@ -168,6 +172,39 @@ class Shares:
         self.loader.load_scattered([received], plan.copies, summed=summed)
         wait_for_streams(self.device)
         self._took(in_messages=plan.size_bytes)
+        return arrived
+
+    def _take_whole(
+        self,
+        layout: BucketLayout,
+        source: IpcSource | BroadcastSource,
+        session: Open,
+        *,
+        summed: bool,
+        interrupted: Callable[[], bool],
+    ) -> float:
+        """As ``take``, of a bucket that this rank reads or receives whole."""
+        if isinstance(source, IpcSource):
+            bucket = self.memory.read(layout, source.handles)
+        else:  # into a buffer; that of the next bucket is entered if its size is known
+            following = session.bucket_sizes[layout.index + 1 : layout.index + 2]
+            bucket = self.groups.read(
+                layout,
+                source.group,
+                timeout_s=session.timeout_s,
+                next_bytes=following[0] if following else 0,
+                patience_s=session.lease_s,  # the trainer may gather for longer than a wait may take
+            )
+        if interrupted():
+            raise Refused("interrupted")
+        arrived = time.monotonic()
+        self.loader.load(bucket, summed=summed)
+        if isinstance(source, IpcSource):
+            # The trainer may overwrite its buffer as soon as it has our answer.  A buffer on another GPU is summed
+            # there.
+            wait_for_streams(self.device, bucket.data.device)
+        else:
+            self.groups.release(bucket)
         return arrived
 
     def _take_legs(

@@ -179,7 +179,7 @@ class Outcome:
     def received(self, ack: Ack, sent: Sent) -> None:
         """Records that the target received exactly what was sent, according to its answer to Close."""
         self.proof = "received"
-        self.matched = ack.received_ranks
+        self.matched = ack.ranks
         self.digest = lambda: sent.digest
 
     def resident(self, ack: Ack, digest: str) -> None:

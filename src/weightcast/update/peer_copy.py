@@ -19,7 +19,7 @@ from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.config import PauseChoice, Target
-from weightcast.digest.definition import model_digest, unequal
+from weightcast.digest.definition import unequal
 from weightcast.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -162,7 +162,8 @@ def _from_one(
                 return found
             copy = _CopyAttempt(clients[0], clients[1], late, version, digest, timeout_s)
             try:
-                closed, committed = copy.transfer(pause), copy.commit()
+                copy.transfer(pause)
+                committed = copy.commit()
             except WeightcastError as error:
                 copy.abort(error)
                 if attempt == attempts or not copy.peer_moved_on():
@@ -171,7 +172,7 @@ def _from_one(
             return msgspec.structs.replace(
                 found,
                 chunks=copy.chunks,
-                proven=len(closed.received),
+                proven=len(late.specs),
                 not_updated=committed.not_updated,
                 seconds=time.monotonic() - began,
                 stall_s=committed.stall_s,
@@ -200,7 +201,7 @@ class _CopyAttempt:
         self._version, self._digest = version, digest
         self._timeout_s = timeout_s
 
-    def transfer(self, pause: PauseChoice) -> Ack:
+    def transfer(self, pause: PauseChoice) -> None:
         """Copies every chunk and compares what waits with what the peer proved."""
         opening = self._link.open(
             Open(
@@ -228,7 +229,7 @@ class _CopyAttempt:
             self.chunks += 1
             if ack.closed:
                 self._compare(ack)
-                return ack
+                return
 
     def commit(self) -> Ack:
         """Makes the copy live.  A lost answer is asked for again: the engine switches once."""
@@ -259,11 +260,11 @@ class _CopyAttempt:
         return now.state != "quarantined" and (now.version, now.digest) != (self._version, self._digest)
 
     def _compare(self, ack: Ack) -> None:
-        """Refuses what waits unless its digests add up to the peer's."""
-        names = [spec.name for spec in self._late.specs]
-        waiting = {name: ack.received[name] for name in names if name in ack.received}
-        if len(waiting) == len(names) and model_digest(waiting) == self._digest:
+        """Refuses what waits unless it has the peer's digest."""
+        if ack.digest == self._digest:
             return
+        ack = event_loop.run(self._link.close(buckets=self.chunks, timeout_s=self._timeout_s, by_name=True))
+        waiting = ack.received
         wrong = [*ack.mismatched, *(name for name in self._differing(waiting) if name not in ack.mismatched)]
         shown = ", ".join(wrong[:_NAMES]) or "its digest is another one"
         raise VerificationFailed(

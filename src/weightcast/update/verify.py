@@ -23,7 +23,7 @@ from weightcast.update.roster import Roster
 from weightcast.update.sessions import commit_again
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout
+from weightcast.wire.layout import BucketLayout, TensorSpec
 
 
 class WeightsChanged(ConfigError):
@@ -70,15 +70,14 @@ class Verifier:
 
     def prepare(self, plan: SendPlan, links: Sequence[Link]) -> None:
         """Works out what checking updates by this plan takes."""
-        device, kept = self._exporter.device, [link.info.specs for link in links]
+        device, kept = self._exporter.device, _kept(links)
         if not self._members.plan.scattered and checks_finite(self._config, device):
             for layout in plan.tables.layouts:
                 plan.finite.prepare(layout)
         if self._config.verify == "none":
             return
         casts = plan.casts(kept)
-        if self._wants_resident:
-            casts.prepare(plan.tables.layouts, device)
+        casts.prepare(plan.tables.layouts, device)
         if casts or self._unsummed or _mute(links):
             plan.sums.prepare(device)
         totals = plan.sums.prepare_totals()
@@ -94,7 +93,7 @@ class Verifier:
         mute = _mute(links)
         self._finite = plan.finite
         self._digests = SentDigests(
-            plan.casts([link.info.specs for link in links]) if self._wants_resident else None,
+            plan.casts(_kept(links)) if self._config.verify != "none" else None,
             sums=plan.sums,
             unsummed=self._unsummed_names,
             every=mute,
@@ -154,7 +153,7 @@ class Verifier:
         wrong: list[Link] = []
         for link in asked:
             ack = _closed(link)
-            if _arrived(link, ack, sent, kept_only=self._members.plan.scattered):
+            if ack.digest == sent.digest_arrived(link.info.specs) and not ack.mismatched:
                 link.outcome.received(ack, sent)
             else:
                 wrong.append(link)
@@ -180,10 +179,9 @@ class Verifier:
                 return [gathered_otherwise(lying, "the bucket of trainer rank 0")]
             received = [ack.received.get(name) for ack in acks.values() for name in names]
             alike = received == received[: len(names)] * len(acks) and None not in received
-            ranks = sum(ack.received_ranks for ack in acks.values())
-            everybody = sum(link.info.tp_size for link in asked)
-            if alike and ranks == everybody > 1 and len(self._members.plan.receivers) == 1:
-                return [gathered_otherwise(names, f"what all {ranks} engine ranks received alike")]
+            mismatched = any(ack.mismatched for ack in acks.values())
+            if alike and not mismatched and len(acks) == len(asked) > 1 and len(self._members.plan.receivers) == 1:
+                return [gathered_otherwise(names, f"what all {len(acks)} engines received alike")]
         return [*unanswered, *differing]
 
     async def commit(self, link: Link, sent: Sent, roster: Roster) -> None:
@@ -288,22 +286,9 @@ def _closed(link: Link) -> Ack:
     return ack
 
 
-def _arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool) -> bool:
-    """Returns True if every rank received exactly what was sent.
-
-    With ``kept_only`` ranks receive no more than they keep, so only tensors that the engine keeps are compared: by one
-    digest, or by name where Close asked for that.
-    """
-    if kept_only and not ack.received:
-        same = ack.received_all == sent.digest_received(link.info.specs)
-    elif kept_only:
-        kept = {spec.name for spec in link.info.specs}
-        same = not unequal({name: digest for name, digest in sent.received.items() if name in kept}, ack.received)
-    elif ack.received_all:
-        same = ack.received_all == sent.of_all
-    else:
-        same = not unequal(sent.received, ack.received)
-    return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
+def _kept(links: Sequence[Link]) -> list[Sequence[TensorSpec]]:
+    """The tensors of each engine that can prove something, with the dtypes that it keeps."""
+    return [link.info.specs for link in links if link.adapter.proves]
 
 
 def _received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> VerificationFailed:
@@ -312,12 +297,14 @@ def _received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> V
     ``ack`` answers Close by name.  ``gathers`` says that buckets are gathered from several trainer ranks, so that the
     gather may be at fault.
     """
-    names = unequal(sent.received, ack.received) or list(ack.mismatched)
+    names = unequal(sent.arrived(link.info.specs), ack.received) or list(ack.mismatched)
+    ranks = sorted({rank for name in names for rank in ack.suspects.get(name, range(ack.ranks))})
+    some_ranks = f"rank {', '.join(map(str, ranks))} of {ack.ranks}"
+    whom = some_ranks if len(ranks) < ack.ranks else f"any of {ack.ranks} ranks"
     what = "the trainer ranks hold" if gathers else "was sent"
     where = "; the gather among trainer ranks or the transfer to this engine is at fault" if gathers else ""
     return VerificationFailed(
-        f"{link.url} received something else than {what}: {', '.join(names[:6])} "
-        f"({ack.received_ranks} of {link.info.tp_size} ranks agree){where}",
+        f"{link.url} received something else than {what}: {', '.join(names[:6])} (on {whom}){where}",
         url=link.url,
         names=names,
         hint="no engine has switched; a bit flipped in the transfer, or a buffer was reused too early",

@@ -33,9 +33,8 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         touched: True if this session may have changed live parameters.
         missing: Names of source tensors that did not arrive whole.
         not_updated: Names of parameters and buffers that no source tensor writes.
-        received_all: After Close: one digest of everything that arrived (``digest.bucket_sums.Totals``).
-        received: Digest by name of each tensor that arrived; after a Close that asks for it.
-        held: Sums of the parts of the source tensors that this rank keeps.
+        held: Sums of the parts of the source tensors that this rank keeps, in the dtypes that it keeps.  After Close
+            they were taken as the parts were copied; what the loader computes with was summed whole as it arrived.
         taken: After Close: what this rank has taken of its share, if it receives no more than that.
         part: After ReadChunk: bytes of the chunk, from the rank that was asked.  After TellBoxes: the boxes, encoded.
         chunks: After Fetch: number of chunks that this rank fetches in all.
@@ -53,8 +52,6 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     touched: bool = False
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
-    received_all: str = ""
-    received: dict[str, str] = {}
     held: HeldSums = NOTHING_HELD
     taken: Taken = NOTHING_TAKEN
     part: bytes = b""
@@ -72,12 +69,12 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         cause: The part that failed on every rank that failed; ``engine`` if there are several.
         version: Version that the engine serves now; None before the first one is known.
         closed: True in the answer to the last bucket that Open announced, which answers Close as well.
-        received_all: After Close: rank 0's digest of everything that arrived; empty if asked for digests by name.  Of
-            ranks that receive no more than they keep, the model digest of all that was announced and is kept.
-        received: After a Close that asks for it: rank 0's digest by name of each tensor that arrived.
-        received_ranks: After Close: number of ranks that received the same.
+        received: After a Close that asks for it: digest by name of each tensor that the ranks copied together.
+        suspects: With ``received``: by name of a tensor, the ranks that may be at fault if it is not what was sent;
+            without a tensor of which all ranks may be.
         taken: After Close: ``RankAck.taken`` of each rank; empty if every rank receives all.
-        digest: After a Commit with a digest, and after Revert: model digest of what the ranks keep together.
+        digest: After Close: model digest of all that was announced and is kept, as the ranks copied it.  After a Commit
+            with a digest, and after Revert: model digest of what the ranks keep together.
         resident: After Readback: digest by name of each tensor that the ranks keep together.
         resident_ranks: After Commit: number of ranks that keep exactly what was expected.
         mismatched: Names of tensors whose digests differ between ranks or from what was expected.
@@ -101,9 +98,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     version: Version | None = None
     ranks: Count = 0
     closed: bool = False
-    received_all: Digest = ""
     received: dict[str, Digest] = {}
-    received_ranks: Count = 0
+    suspects: dict[str, tuple[Rank, ...]] = {}
     taken: tuple[Taken, ...] = ()
     digest: Digest = ""
     resident: dict[str, Digest] = {}

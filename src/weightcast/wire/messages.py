@@ -165,13 +165,13 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
-    """Says that all buckets were sent.  The answer has a digest of what arrived and names what is missing.
+    """Says that all buckets were sent.  The answer has a digest of what was copied and names what is missing.
 
     The trainer may send it again.
 
     Attributes:
-        by_name: True asks for the digest of each tensor instead of one for all.  Thousands of digests take time while
-            engines wait to switch, and are needed only to name the tensors of a failure.
+        by_name: True asks for the digest of each tensor, and for the ranks that may be at fault if one is wrong.
+            Thousands of digests take time while engines wait to switch, and are needed only to name those of a failure.
     """
 
     session: Session

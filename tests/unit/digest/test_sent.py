@@ -15,7 +15,7 @@ from weightcast.digest.definition import model_digest, tensor_digest, unequal
 from weightcast.digest.sent import CastSums, Sent, SentDigests, casts_of
 from weightcast.update.prepare import SendPlan
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import DTYPES, Packing, plan_buckets
+from weightcast.wire.layout import DTYPES, Packing, TensorSpec, plan_buckets
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
@@ -54,8 +54,6 @@ def test_every_engine_gets_the_digest_of_what_it_keeps(monkeypatch):
             kept = {spec.name: WEIGHTS[spec.name].to(spec.torch_dtype) for spec in keeping(dtypes)}
             right = {name: tensor_digest(tensor) for name, tensor in kept.items()}
             assert found.kept(keeping(dtypes)) == right
-            right.pop("k.weight")
-            assert found.kept(keeping(dtypes), without=["k.weight"]) == right
     assert found.kept(specs_of(WEIGHTS)) == found.received
 
 
@@ -149,7 +147,6 @@ def test_nothing_sent_is_nothing():
     found = SentDigests().finish()
     assert not found
     assert not Sent()
-    assert found.of_all == ""
     assert found.received == found.kept([]) == {}
 
 
@@ -157,13 +154,11 @@ def test_one_digest_stands_for_all():
     def of_all(weights):
         found = sent(weights, bucket_bytes=4000)
         assert found
-        return found.of_all
+        return found.digest_arrived(specs_of(weights))
 
     right = of_all(WEIGHTS)
-    assert len(right) == 32
-    assert right == of_all({name: tensor.clone() for name, tensor in WEIGHTS.items()})
+    assert right == of_all(dict(reversed(WEIGHTS.items()))) == model_digest(sent(WEIGHTS, bucket_bytes=200).received)
     others = [
-        of_all(dict(reversed(WEIGHTS.items()))),
         of_all({name: tensor.to(torch.float64) for name, tensor in WEIGHTS.items()}),
         *(of_all({name if name != one else "other": WEIGHTS[name] for name in WEIGHTS}) for one in WEIGHTS),
     ]
@@ -175,14 +170,24 @@ def test_one_digest_stands_for_all():
     assert len({right, *others}) == 1 + len(others)
 
 
+def test_one_digest_says_what_ranks_copy_of_what_was_sent():
+    """In the dtype that an engine keeps, and of nothing that did not travel."""
+    kept = keeping({"q.weight": "bfloat16", "scale": "float16"})
+    found = sent(WEIGHTS, bucket_bytes=200, kept=[kept])
+    specs = [*kept, TensorSpec(name="of no trainer", dtype="float32", shape=(2,))]
+    as_kept = {name: found.cast.get(name, {}).get("bfloat16", digest) for name, digest in found.received.items()}
+    assert as_kept["q.weight"] == tensor_digest(WEIGHTS["q.weight"].to(torch.bfloat16))
+    as_kept["scale"] = tensor_digest(WEIGHTS["scale"].to(torch.float16))
+    assert found.arrived(specs) == as_kept
+    assert found.digest_arrived(specs) == found.digest_kept(kept) == model_digest(as_kept)
+
+
 def test_one_digest_says_what_must_be_kept_in_other_dtypes():
     other = keeping({"q.weight": "bfloat16", "scale": "float16"})
     found = sent(WEIGHTS, bucket_bytes=200, kept=[other])
     for table in (specs_of(WEIGHTS), other):
         kept = dict(found.kept(table))
         assert found.digest_kept(table) == model_digest(kept)
-        del kept["scale"]
-        assert found.digest_kept(table, without=["scale"]) == model_digest(kept)
 
 
 def test_what_engines_must_keep_is_worked_out_once_for_all_with_the_same_tensors(monkeypatch):
@@ -191,9 +196,10 @@ def test_what_engines_must_keep_is_worked_out_once_for_all_with_the_same_tensors
     for bucket in buckets_of(weights, bucket_bytes=1000):
         sent.add(bucket)
     found, specs = sent.finish(), specs_of(weights)
+    some = specs[1:]
     digests = {name: tensor_digest(tensor) for name, tensor in weights.items()}
     assert found.digest_kept(specs) == found.digest == model_digest(digests)
-    assert found.digest_kept(specs, without={"a"}) == model_digest({"b": digests["b"]})
+    assert found.digest_arrived(some) == model_digest({"b": digests["b"]})
     monkeypatch.setattr(found, "_totals", None)  # nothing is worked out again
     assert found.digest_kept(specs) == model_digest(digests)
-    assert found.digest_kept(specs, without=frozenset({"a"})) == model_digest({"b": digests["b"]})
+    assert found.digest_arrived(some) == model_digest({"b": digests["b"]})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weightcast.digest.definition import model_digest, partial_sums, tensor_digest
 from weightcast.digest.pieces import TensorPiece
 from weightcast.errors import WireError
-from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, fold_received
+from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, suspects
 from weightcast.wire.answers import RankAck
 from weightcast.wire.box import Box
 from weightcast.wire.codec import decode_rank_ack, encode
@@ -122,14 +122,22 @@ def test_the_same_tables_with_other_sums_give_other_digests(weight):
     assert fold.fold(acks).broken == ("n",)
 
 
-def test_received_is_what_all_ranks_received():
-    same = {"a": "1", "b": "2"}
-    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1, received=same)]) == (2, ())
-    other = RankAck(rank=1, received={"a": "1", "b": "3"})
-    assert fold_received([RankAck(rank=0, received=same), other]) == (1, ("b",))
-    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1)]) == (1, ("a", "b"))
-    assert fold_received([RankAck(rank=rank, received_all="1") for rank in range(3)]) == (3, ())
-    assert fold_received([RankAck(rank=0, received_all="1"), RankAck(rank=1, received_all="2")]) == (1, ())
+def test_ranks_that_may_be_at_fault_are_named_where_not_all_may_be(weight):
+    def ranks(*parts: tuple[tuple[str, torch.Tensor, slice], ...]) -> list[RankAck]:
+        return [RankAck(rank=rank, held=sums(*(held(*part) for part in own))) for rank, own in enumerate(parts)]
+
+    top, bottom, flipped = slice(0, 4), slice(4, 8), weight.clone()
+    flipped[0, 0] += 1
+    assert suspects(ranks((("w", weight, top),), (("w", weight, bottom),))) == {}
+    # Of two that keep the same part and differ, either may be wrong; of three, the one that stands alone is.
+    pairs = [(("w", weight, top),), (("w", flipped, top),), (("w", weight, bottom),), (("w", weight, bottom),)]
+    assert suspects(ranks(*pairs)) == {"w": (0, 1)}
+    assert suspects(ranks(*pairs, (("w", weight, top),))) == {"w": (1,)}
+    # Stages keep tensors that others do not.
+    assert suspects(ranks((("a", weight, top),), (("b", weight, top),), (("b", weight, bottom),))) == {
+        "a": (0,),
+        "b": (1, 2),
+    }
 
 
 def test_failures_say_who_and_say_it_once():

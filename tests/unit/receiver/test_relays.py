@@ -23,10 +23,20 @@ from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.update.exchange import Exchange
 from weightcast.wire.bucket_sources import BucketPart, ExchangeSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import Join
+from weightcast.wire.messages import Join, Open, Owner
 from weightcast.wire.pieces import WantedBox, encode_wanted
 
 CPU = torch.device("cpu")
+SESSION = Open(
+    session="s",
+    owner=Owner(host="here", pid=1),
+    version=1,
+    timeout_s=1.0,
+    lease_s=1.0,
+    pause="abort",
+    verify="received",
+    specs=(),
+)
 TOKEN = "ab" * 16
 MEETS_S = 300.0
 
@@ -115,7 +125,7 @@ def bucket_of(index: int, size_bytes: int) -> BucketLayout:
 def take(shares: Shares, *sizes: int) -> None:
     for index, size in enumerate(sizes):
         source = ExchangeSource(group="g")
-        shares.take(bucket_of(index, size), source, timeout_s=1.0, summed=True, interrupted=lambda: False)
+        shares.take(bucket_of(index, size), source, SESSION, interrupted=lambda: False)
 
 
 def test_a_buffer_is_written_again_once_its_bucket_was_passed_on():

@@ -38,7 +38,8 @@ def test_an_update(bench, staging, tp_size, pause):
     assert engine.state == "updating"
     assert engine.info().session_owner == "process 1 on here (to version 3)"
     assert ack.received == received
-    assert ack.received_ranks == tp_size
+    assert ack.digest == model_digest(kept)
+    assert ack.mismatched == ()
     assert ack.not_updated == ("embed", "requests_served")
     assert hooks.calls == ([f"pause {pause}"] if staging == "none" else [])
 
@@ -71,9 +72,9 @@ def test_the_answer_to_the_last_bucket_that_open_told_of_is_the_answer_to_close(
     made.tell(sender.open)
     acks = [made.tell(sender.announce(index)) for index in range(len(sender.layouts))]
     assert [ack.closed for ack in acks] == [False] * (len(acks) - 1) + [True]
-    assert [ack.received_all for ack in acks] == [""] * (len(acks) - 1) + [sent.of_all]
+    assert [ack.digest for ack in acks] == [""] * (len(acks) - 1) + [sent.digest]
     last = acks[-1]
-    assert (last.received, last.received_ranks, last.not_updated) == ({}, tp_size, ("embed", "requests_served"))
+    assert (last.received, last.suspects, last.not_updated) == ({}, {}, ("embed", "requests_served"))
     assert last.load_s > 0
     assert made.tell(sender.close(by_name=True)).received == sent.received  # whoever wants the names asks as before
     ack = made.tell(sender.commit(proven=True))

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.models import weights_of
 from tests.helpers.sessions import Sender
-from weightcast.digest.definition import model_digest
+from weightcast.digest.definition import model_digest, unequal
 
 
 def test_what_is_kept_otherwise_than_expected_is_undone(bench):
@@ -82,24 +82,26 @@ def test_without_proof_there_is_no_digest(bench):
         assert made.serves(2)
 
 
-def test_ranks_that_received_something_else_are_counted(bench):
+@pytest.mark.parametrize(("name", "mismatched"), [("norm.weight", True), ("k.weight", False)])
+def test_a_tensor_that_one_rank_received_otherwise_is_told(bench, name, mismatched):
+    """Ranks that keep the same tensor disagree; parts that each keep alone add up to something else."""
     made = bench(tp_size=2)
     sender = Sender(weights_of(1), version=1)
     received = sender.digests()[0]
     made.tell(sender.open)
-    for index in range(len(sender.layouts)):
+    for index, layout in enumerate(sender.layouts):
         announce = sender.announce(index)
         acks = [made.ranks.receivers[0].apply(announce)]
-        if index == 2:
-            sender.buffer.data[0] ^= 1
+        for slot in layout.slots:
+            if slot.spec.name == name:
+                sender.buffer.data[slot.end_bytes - 1] ^= 1
         acks.append(made.ranks.receivers[1].apply(announce))
         assert all(ack.ok for ack in acks)
     made.engine._session.buckets = len(sender.layouts)  # handed round by hand, one rank after the other
     ack = made.tell(sender.close())
-    assert ack.received == received
-    assert ack.received_ranks == 1
-    assert len(ack.mismatched) == 1
-    ack = made.tell(sender.close(by_name=False))
-    assert ack.received_all == sender.sent().of_all
-    assert ack.received == {}
-    assert ack.received_ranks == 1
+    assert unequal(received, ack.received) == [name]
+    assert ack.mismatched == ((name,) if mismatched else ())
+    assert name not in ack.suspects  # both ranks may be at fault
+    again = made.tell(sender.close(by_name=False))
+    assert again.digest == ("" if mismatched else model_digest(ack.received)) != model_digest(received)
+    assert (again.received, again.mismatched) == ({}, ack.mismatched)

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.models import FusedModel, specs_of, weights_of
 from tests.helpers.sessions import Sender
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver import rank as rank_module
+from weightcast.receiver import shares as shares_module
 from weightcast.runtime.streams import wait_for_streams
 
 GPU, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -50,12 +50,12 @@ def test_close_is_answered_when_the_copies_are_done(waited, verify):
 def test_a_bucket_is_answered_when_its_own_device_is_done_too(monkeypatch):
     """A bucket in another GPU's memory is summed there, and the trainer may fill it again after the answer."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(rank_module, "wait_for_streams", lambda *devices: waited.extend(devices))
+    monkeypatch.setattr(shares_module, "wait_for_streams", lambda *devices: waited.extend(devices))
     model = FusedModel()
     receiver = WeightReceiver(model, load_weights=model.load_weights, expected=specs_of(weights_of(1)))
     sender = Sender(weights_of(1))
     assert receiver.apply(sender.open).ok
-    receiver.device = rank = torch.device("cpu", 0)  # not the bucket's, which has no number
+    receiver._shares.device = rank = torch.device("cpu", 0)  # not the bucket's, which has no number
     waited.clear()
     ack = receiver.apply(sender.announce(0))
     assert ack.ok, ack.error
