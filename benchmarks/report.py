@@ -258,12 +258,7 @@ def streams() -> list[Row]:
         engine('vLLM, experts, `"warm_up": true`, `retract`', "moe", loaded, "gpu-vllm-experts-warm-h200"),
         engine("vLLM, Qwen3-8B, `--enable-sleep-mode`, `in_place`", "8b", _LOADED, "gpu-vllm-sleep-8b-h200"),
         engine("vLLM, experts, `--enable-sleep-mode`, `in_place`", "moe", _LOADED, "gpu-vllm-sleep-experts-h200"),
-        sglang(
-            "SGLang, Qwen3-8B, `in_place`",
-            "qwen3-8b",
-            "receiver, direct, in_place, streams",
-            "gpu-sglang-8b-gaps-h200",
-        ),
+        engine("SGLang, Qwen3-8B, `in_place`", "8b", _LOADED, "gpu-sglang-8b-gaps-h200"),
         sglang(
             "SGLang, experts, `in_place`",
             "qwen3-30b-a3b-16-layers",
