@@ -93,7 +93,7 @@ class Answers:
     @cache  # noqa: B019  there is one of these
     def info(self, version: int | None, known: str) -> bytes:
         """The answer to a probe, with ``_INSTANCE`` in place of the engine's own."""
-        return _whole(encode(msgspec.structs.replace(self._info, version=version), known_specs=known))
+        return _whole(encode(msgspec.structs.replace(self._info, version=version), known=(known,)))
 
     @cache  # noqa: B019
     def opened(self, version: int | None) -> bytes:

@@ -40,6 +40,7 @@ from weightcast.runtime.deadline import Deadline
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, plan_buckets
 from weightcast.wire.messages import Close, Commit, Join, Open, Owner
+from weightcast.wire.plans import UpdateTables
 
 try:
     from vllm.entrypoints.rl.online.api_router import router
@@ -206,7 +207,7 @@ class Rig:
                     lease_s=60.0,
                     pause=pause,  # type: ignore[arg-type]
                     verify="none",
-                    specs=tuple(SPECS),
+                    plan=UpdateTables(tuple(SPECS), ()),
                 )
             )
         )

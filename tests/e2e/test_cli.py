@@ -31,6 +31,7 @@ from weightcast.comm import nixl
 from weightcast.config import parse_size
 from weightcast.wire.codec import decode_info, encode
 from weightcast.wire.messages import Open, Owner
+from weightcast.wire.plans import UpdateTables
 
 PROMPT = [5, 17, 301, 44, 9]
 KEY = "correct-horse-battery-staple"
@@ -424,7 +425,7 @@ def updating(engine: Engine, version: int) -> Iterator[None]:
         lease_s=120.0,
         pause="abort",
         verify="none",
-        specs=tuple(specs),
+        plan=UpdateTables(tuple(specs), ()),
     )
     url = engine.url + "/weightcast/open"
     # The open answer is the session's lease; the session ends with it.

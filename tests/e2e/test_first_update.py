@@ -15,8 +15,8 @@ from weightcast.comm import nixl
 from weightcast.comm.ipc import SharedBuffer
 from weightcast.lab.bench.synthetic import nested
 from weightcast.lab.connect import connect as connect_in_lab
-from weightcast.runtime.lru import Lru
-from weightcast.wire import source_tables
+from weightcast.wire import codec
+from weightcast.wire.blobs import Blobs
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Open, Prepare
 
@@ -118,7 +118,7 @@ def test_an_engine_that_forgot_a_source_gets_it_again(monkeypatch):
     try:
         with connect_in_lab(model, served.url, transport="direct", bucket_bytes=512 * count // 4) as updater:
             updater.update(version=1)
-            monkeypatch.setattr(source_tables, "_decoded", Lru(1 << 20))
+            monkeypatch.setattr(codec, "KEPT", Blobs())
             train(model)
             assert updater.update(version=2).targets[0].proof == "resident"
         assert holds(served, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import random
 import socket
 from collections import Counter
@@ -16,7 +15,9 @@ import pytest
 import torch
 
 from tests.helpers.harness import Engine, connect, next_version, push, serves_whole, trainer_of
+from tests.helpers.sessions import announce
 from weightcast.comm.ipc import SharedBuffer
+from weightcast.lab.conformance.messages import with_names, with_tables
 from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
 from weightcast.wire.codec import encode
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -40,10 +41,10 @@ MESSAGES = [
         lease_s=1.0,
         pause="abort",
         verify="resident",
-        specs=(SPEC,),
+        plan=UpdateTables((SPEC,), (LAYOUT,)),
     ),
-    Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(HANDLE,))),
-    Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
+    announce(SESSION, LAYOUT, IpcSource(handles=(HANDLE,))),
+    announce(SESSION, LAYOUT, BroadcastSource(group="g")),
     Close(session=SESSION, buckets=1),
     Commit(session=SESSION, digest="0" * 16),
     Abort(session=SESSION, reason="no"),
@@ -79,8 +80,8 @@ def flipped(random_: random.Random) -> bytes:
 
 
 def mutated(random_: random.Random) -> bytes:
-    """A value at a random place replaced, removed or added."""
-    whole = json.loads(reference(random_))
+    """A value at a random place replaced, removed or added.  Tables have the names of what they became."""
+    whole = with_tables(reference(random_))
     place = whole
     for _ in range(random_.randrange(4)):
         inner = [value for value in (place.values() if isinstance(place, dict) else place) if value]
@@ -97,7 +98,7 @@ def mutated(random_: random.Random) -> bytes:
             place[key] = value
     else:
         place.append(value)
-    return json.dumps(whole).encode()
+    return with_names(whole)
 
 
 def nested(random_: random.Random) -> bytes:
@@ -261,17 +262,17 @@ def test_messages_in_the_wrong_order_are_refused(engines):
         lease_s=60.0,
         pause="abort",
         verify="resident",
-        specs=info.specs,
+        plan=UpdateTables(info.specs, ()),
     )
     spec = info.specs[0]
     layout = BucketLayout(index=0, slots=(TensorSlot(spec=spec, offset_bytes=0, num_rows=4),), size_bytes=1024)
-    announce = Announce(session=session, layout=layout, source=IpcSource(handles=(buffer.handle(),)))
+    bucket = announce(session, layout, IpcSource(handles=(buffer.handle(),)))
 
     def tell(message: Any) -> tuple[int, str]:
         status, body = engine.ask("POST", "/weightcast/apply", encode(message))
         return status, body.decode()
 
-    for early in (announce, Close(session=session, buckets=0), Commit(session=session)):
+    for early in (bucket, Close(session=session, buckets=0), Commit(session=session)):
         status, words = tell(early)
         assert (status, "no such session" in words) == (409, True)
     status, words = tell(open_)
@@ -287,14 +288,14 @@ def test_messages_in_the_wrong_order_are_refused(engines):
         for message, words_wanted in (
             (Commit(session=session), "was not closed"),
             (Close(session=session, buckets=1), "0 buckets arrived"),
-            (_with_index(announce, 1), "where bucket 0 was due"),
-            (_of_another(announce), "not what was announced"),
+            (_with_index(bucket, 1), "where bucket 0 was due"),
+            (_of_another(bucket), "not what was announced"),
         ):
             status, words = tell(message)
             assert status == 409
             assert words_wanted in words
-        assert tell(announce)[0] == 200
-        status, words = tell(announce)
+        assert tell(bucket)[0] == 200
+        status, words = tell(bucket)
         assert status == 409
         assert "where bucket 1 was due" in words
         status, words = tell(Close(session=session, buckets=1))
@@ -310,20 +311,15 @@ def test_messages_in_the_wrong_order_are_refused(engines):
     push([engine], version)
 
 
-def _with_index(announce: Announce, index: int) -> Announce:
-    layout = BucketLayout(index=index, slots=announce.layout.slots, size_bytes=announce.layout.size_bytes)
-    return Announce(session=announce.session, layout=layout, source=announce.source)
+def _with_index(bucket: Announce, index: int) -> Announce:
+    layout = BucketLayout(index=index, slots=bucket.layout.slots, size_bytes=bucket.layout.size_bytes)
+    return announce(bucket.session, layout, bucket.source)
 
 
-def _of_another(announce: Announce) -> Announce:
-    layout = BucketLayout(index=0, slots=(TensorSlot(spec=SPEC, offset_bytes=0, num_rows=4),), size_bytes=1024)
+def _of_another(bucket: Announce) -> Announce:
     other = TensorSpec(name=SPEC.name, dtype="float32", shape=(512, 32))
     slot = TensorSlot(spec=other, offset_bytes=0, num_rows=4)
-    return Announce(
-        session=announce.session,
-        layout=BucketLayout(index=0, slots=(slot,), size_bytes=layout.size_bytes),
-        source=announce.source,
-    )
+    return announce(bucket.session, BucketLayout(index=0, slots=(slot,), size_bytes=1024), bucket.source)
 
 
 def test_a_meeting_that_nobody_holds_ends_and_does_not_stop_an_update(engines):

@@ -225,7 +225,7 @@ def test_qwen3_tied_on_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> 
 def test_bf16_engine_and_fp32_trainer(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = {"family": "qwen2", "num_key_value_heads": 4, "num_attention_heads": 12}
     with serving(tmp_path_factory, "bf16", model, {"tp": 2, "dtype": "bfloat16"}) as (family, [engine]):
-        assert {spec["dtype"] for spec in engine.info()["specs"]} == {"bfloat16"}
+        assert {spec["dtype"] for spec in engine.info()["tables"][0]} == {"bfloat16"}
         for version, checkpoint, transport in ((1, family.b, "ipc"), (2, family.c, "broadcast")):
             before = engine.greedy(PROMPTS, COUNT)
             report = update(checkpoint.model, [engine], version, transport=transport)

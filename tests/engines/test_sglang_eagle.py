@@ -95,7 +95,7 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int, 
         optional = {spec["name"] for spec in info["optional"]}
         # SGLang computes with the model's embeddings, and does not read this table.
         assert optional == {"draft.embed_tokens.weight"} | ({"draft.t2d"} if method == "eagle3" else set())
-        assert {f"draft.{name}" for name in a.tensors} <= {spec["name"] for spec in info["specs"]} | optional
+        assert {f"draft.{name}" for name in a.tensors} <= {spec["name"] for spec in info["tables"][0]} | optional
         assert not info["hazards"]
         with pytest.raises(ConfigError, match=r"missing draft\."):
             WeightUpdater.connect(b.of_model, [Target(engine.url)], **OPTIONS)

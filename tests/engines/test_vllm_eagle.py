@@ -67,7 +67,7 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
         info = engine.info()
         optional = {spec["name"] for spec in info["optional"]}
         assert optional == ({"draft.t2d"} if method == "eagle3" else set())  # vLLM does not read this table
-        assert {f"draft.{name}" for name in a.tensors} <= {spec["name"] for spec in info["specs"]} | optional
+        assert {f"draft.{name}" for name in a.tensors} <= {spec["name"] for spec in info["tables"][0]} | optional
         with pytest.raises(ConfigError, match=r"missing draft\."):
             WeightUpdater.connect(b.of_model, [Target(engine.url)], **OPTIONS)
         with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **OPTIONS) as updater:

@@ -8,14 +8,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tests.helpers.models import specs_of, weights_of
+from weightcast.lab.conformance.messages import with_names, with_tables
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, MemoryHandle, RanksMemory
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
-from weightcast.wire.held import HeldPart, HeldSums, HeldTable
+from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Prepare, Readback, Revert
 from weightcast.wire.plans import UpdateTables
@@ -24,6 +23,7 @@ SESSION = "0123456789abcdef" * 2
 _SPECS = tuple(specs_of(weights_of(0)))  # those of the model behind the messages: an Open with them may be taken
 _SLOT = TensorSlot(spec=_SPECS[0], offset_bytes=0, num_rows=4)
 _LAYOUT = BucketLayout(index=0, slots=(_SLOT,), size_bytes=128)
+_PLAN = UpdateTables(_SPECS, (_LAYOUT,))
 _SHM = MemoryHandle(kind="shm", device="cpu", size_bytes=1024, token="ab" * 16, pid=1, fd=3)
 _CUDA = MemoryHandle(kind="cuda", device="GPU-0", size_bytes=1024, handle=b"h" * 64, event=b"e" * 64)
 
@@ -38,7 +38,7 @@ HONEST: tuple[bytes, ...] = tuple(
             lease_s=60.0,
             pause="abort",
             verify="resident",
-            specs=_SPECS,
+            plan=_PLAN,
         ),
         Join(
             group="g",
@@ -51,11 +51,12 @@ HONEST: tuple[bytes, ...] = tuple(
             timeout_s=0.1,
             session=SESSION,
         ),
-        Announce(session=SESSION, layout=_LAYOUT, source=IpcSource(handles=(_SHM, _CUDA))),
-        Announce(session=SESSION, layout=_LAYOUT, source=BroadcastSource(group="g")),
+        Announce(session=SESSION, plan=_PLAN, bucket=0, source=IpcSource(handles=(_SHM, _CUDA))),
+        Announce(session=SESSION, plan=_PLAN, bucket=0, source=BroadcastSource(group="g")),
         Announce(
             session=SESSION,
-            layout=_LAYOUT,
+            plan=_PLAN,
+            bucket=0,
             source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(_SHM,)),), group="g"),
         ),
         Close(session=SESSION, buckets=1),
@@ -64,9 +65,9 @@ HONEST: tuple[bytes, ...] = tuple(
         Abort(session=SESSION, reason="no"),
         Leave(group="g"),
         Readback(),
-        Prepare(plan=UpdateTables(_SPECS, (_LAYOUT,)), verify="resident"),
+        Prepare(plan=_PLAN, verify="resident"),
         Prepare(
-            plan=UpdateTables(_SPECS, (_LAYOUT,)),
+            plan=_PLAN,
             owner=Owner(host="h", pid=1),
             verify="none",
             way="memory",
@@ -75,12 +76,8 @@ HONEST: tuple[bytes, ...] = tuple(
         Ack(ok=True, version=3, ranks=1, received={"a": "0" * 16}, missing=("b",), load_s=0.5),
         RankAck(
             rank=0,
-            held=HeldSums(
-                HeldTable(
-                    (HeldPart(spec=TensorSpec(name="a", dtype="int8", shape=(2,)), box_offset=(0,), box_shape=(2,)),)
-                ),
-                torch.tensor([1]),
-            ),
+            parts=(HeldPart(spec=TensorSpec(name="a", dtype="int8", shape=(2,)), box_offset=(0,), box_shape=(2,)),),
+            sums=bytes(8),
         ),
         EngineInfo(
             protocol=1,
@@ -155,8 +152,10 @@ def _spliced(random_: random.Random) -> bytes:
 
 
 def _changed(random_: random.Random) -> bytes:
-    """Replaces, removes, adds or doubles a value at a random place."""
-    whole = json.loads(_honest(random_))
+    """Replaces, removes, adds or doubles a value at a random place, most often with the names that its tables get."""
+    in_place = random_.random() < 0.8
+    data = _honest(random_)
+    whole = with_tables(data) if in_place else json.loads(data)
     for _ in range(random_.choice((1, 1, 1, 2, 3))):
         place = whole
         while True:
@@ -175,7 +174,7 @@ def _changed(random_: random.Random) -> bytes:
             place.pop(random_.choice([*place, ""]), None)
         else:
             place[random_.choice([*place, "surprise"])] = value
-    return json.dumps(whole).encode()
+    return with_names(whole) if in_place else json.dumps(whole).encode()
 
 
 _MAKERS: tuple[Callable[[random.Random], bytes], ...] = (

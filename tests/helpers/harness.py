@@ -38,6 +38,7 @@ from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
 from weightcast.update.served_parts import MappedShares
 from weightcast.wire.answers import Ack
+from weightcast.wire.codec import decode_info
 from weightcast.wire.engine_info import EngineInfo
 
 SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
@@ -100,7 +101,7 @@ class Engine:
     def info(self) -> EngineInfo:
         status, body = self.ask("GET", "/weightcast/info")
         assert status == 200, body
-        return msgspec.json.decode(body, type=EngineInfo)
+        return decode_info(body)
 
     def digests(self) -> dict[str, str]:
         """Digests of the engine's weights, read back through its loader."""

@@ -9,6 +9,7 @@ from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import TargetRejected
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Open, Owner
+from weightcast.wire.plans import UpdateTables
 
 SPECS = [TensorSpec(name=f"w{index}", dtype="float32", shape=(4, 8)) for index in range(4)]
 
@@ -22,7 +23,7 @@ def opening(**changes: Any) -> Open:
         "lease_s": 20.0,
         "pause": "abort",
         "verify": "none",
-        "specs": tuple(SPECS),
+        "plan": UpdateTables(tuple(SPECS), ()),
     }
     return Open(**fields | changes)
 

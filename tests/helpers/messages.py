@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
-import torch
 
+from weightcast.lab.conformance.messages import with_names, with_tables
 from weightcast.watch.events import Step
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.bucket_sources import (
@@ -20,7 +19,7 @@ from weightcast.wire.bucket_sources import (
 )
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
-from weightcast.wire.held import HeldPart, HeldSums, HeldTable
+from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import (
     Abort,
@@ -77,7 +76,7 @@ OPEN = Open(
     lease_s=0.5,
     pause="in_place",
     verify="resident",
-    specs=(SPEC, SCALAR),
+    plan=UpdateTables((SPEC, SCALAR), (LAYOUT,)),
 )
 
 
@@ -106,15 +105,19 @@ EXAMPLES = {
     "join for a session": msgspec.structs.replace(JOIN, session=SESSION),
     "leave": Leave(group="g"),
     "leave all": Leave(),
-    "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
-    "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
+    "announce ipc": Announce(session=SESSION, plan=OPEN.plan, bucket=0, source=IpcSource(handles=(SHM, CUDA))),
+    "announce broadcast": Announce(session=SESSION, plan=OPEN.plan, bucket=0, source=BroadcastSource(group="g")),
     "announce by rank": Announce(
         session=SESSION,
-        layout=LAYOUT,
+        plan=OPEN.plan,
+        bucket=0,
         source=ByRankSource(near=(RanksMemory(ranks=(0, 2), handles=(SHM,)),), group="g"),
     ),
     "announce by rank without a group": Announce(
-        session=SESSION, layout=LAYOUT, source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(SHM, CUDA)),))
+        session=SESSION,
+        plan=OPEN.plan,
+        bucket=0,
+        source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(SHM, CUDA)),)),
     ),
     "join for some ranks": msgspec.structs.replace(JOIN, members=(1, 3)),
     "close": Close(session=SESSION, buckets=0, by_name=True),
@@ -179,7 +182,8 @@ ANSWERS = [
     ),
     RankAck(
         rank=1,
-        held=HeldSums(HeldTable((HeldPart(spec=SPEC, box_offset=(0, 2), box_shape=(6, 2)),)), torch.tensor([-(2**63)])),
+        parts=(HeldPart(spec=SPEC, box_offset=(0, 2), box_shape=(6, 2)),),
+        sums=bytes(7) + b"\x80",
         missing=("x",),
         steps=STEPS,
     ),
@@ -198,7 +202,7 @@ ANSWERS = [
 
 def changed(message: Any, **changes: Any) -> bytes:
     """The message's JSON with other values; a dotted name goes into it, ``None`` as value takes a field out."""
-    whole = json.loads(encode(message))
+    whole = with_tables(encode(message))
     for path, value in changes.items():
         *way, last = path.split("__")
         place = whole
@@ -208,7 +212,7 @@ def changed(message: Any, **changes: Any) -> bytes:
             del place[last]
         else:
             place[int(last) if last.isdigit() else last] = value
-    return json.dumps(whole).encode()
+    return with_names(whole)
 
 
 ANNOUNCE = EXAMPLES["announce ipc"]

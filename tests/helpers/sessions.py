@@ -15,9 +15,18 @@ from weightcast.comm.ipc import SharedBuffer
 from weightcast.digest.definition import model_digest
 from weightcast.digest.sent import CastSums, Sent, SentDigests, casts_of
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import IpcSource
+from weightcast.wire.bucket_sources import IpcSource, Source
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Abort, Announce, Close, Commit, Message, Open, Owner
+from weightcast.wire.plans import UpdateTables
+
+
+def announce(session: str, layout: BucketLayout, source: Source) -> Announce:
+    """The message about a bucket, with a plan that has it alone."""
+    plan = UpdateTables(
+        tuple({slot.spec.name: slot.spec for slot in layout.slots}.values()), [layout] * (layout.index + 1)
+    )
+    return Announce(session=session, plan=plan, bucket=layout.index, source=source)
 
 
 class Sender:
@@ -34,8 +43,10 @@ class Sender:
             "verify": "resident",
         }
         settings |= changes
-        self.open = Open(session=self.session, version=version, specs=tuple(specs_of(weights)), **settings)
-        self.layouts = plan_buckets(self.open.specs, bucket_bytes=bucket_bytes, packing=Packing(alignment_bytes=16))
+        specs = tuple(specs_of(weights))
+        self.layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing(alignment_bytes=16))
+        settings = {"plan": UpdateTables(specs, self.layouts)} | settings
+        self.open = Open(session=self.session, version=version, **settings)
         self.buffer = SharedBuffer(bucket_bytes, torch.device("cpu"))
         weakref.finalize(self, self.buffer.close)
 
@@ -43,7 +54,7 @@ class Sender:
         """Fill the buffer with a bucket and say so."""
         layout = layout or self.layouts[index]
         fill(Bucket(layout, self.buffer.data), self.weights)
-        return Announce(session=self.session, layout=layout, source=IpcSource(handles=(self.buffer.handle(),)))
+        return announce(self.session, layout, IpcSource(handles=(self.buffer.handle(),)))
 
     def close(self, buckets: int | None = None, *, by_name: bool = True) -> Close:
         count = len(self.layouts) if buckets is None else buckets

@@ -28,6 +28,8 @@ from weightcast.receiver.executor import Executor, Worker, WorkerFactory
 from weightcast.receiver.lost_ranks import FarRanks, answer_message, answer_work
 from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.answers import RankAck
+from weightcast.wire.blobs import SentBlobs
+from weightcast.wire.codec import encode
 from weightcast.wire.messages import Message
 
 _START_S = 600.0
@@ -45,6 +47,7 @@ class _EngineRank:
     def __init__(self) -> None:
         self._worker: Worker | None = None
         self._rank = 0
+        self._sent = SentBlobs()
 
     @method(concurrency_group="work")
     def place(self) -> NodePlace:
@@ -69,7 +72,7 @@ class _EngineRank:
     @method(concurrency_group="messages")
     def apply(self, frame: bytes) -> bytes:
         assert self._worker is not None
-        return answer_message(self._worker, frame, rank=self._rank)
+        return answer_message(self._worker, frame, rank=self._rank, sent=self._sent)
 
     @method(concurrency_group="interrupts")
     def interrupt(self, reason: str) -> None:
@@ -145,8 +148,12 @@ class RayExecutor(FarRanks):
             self._check()
             frame = self._encode(message)
             asked = [actor.apply.remote(frame) for actor in self._actors]
+
+            def send_whole(rank: int) -> None:
+                asked[rank] = self._actors[rank].apply.remote(encode(message))
+
             what = f"the answer to {type(message).__name__}"
-            replies = self._replies(asked, timeout_s + lost_ranks.GRACE_S, what, work=False)
+            replies = self._replies(asked, timeout_s + lost_ranks.GRACE_S, what, send_whole=send_whole)
         return [self._decode(reply) for reply in replies]
 
     def run(self, command: bytes) -> bytes:
@@ -192,12 +199,12 @@ class RayExecutor(FarRanks):
                 raise self._lost(rank, "its start", error) from error
         return tuple(found)
 
-    def _replies(self, asked: list[Any], timeout_s: float, what: str, *, work: bool) -> list[bytes]:
-        rank_of = {reference: rank for rank, reference in enumerate(asked)}
+    def _replies(self, asked: list[Any], timeout_s: float, what: str, **settings: Any) -> list[bytes]:
+        """As ``_gather``, with its settings; ``asked`` has the call of each rank, which may be replaced."""
 
         def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
-            waiting = [asked[rank] for rank in sorted(ranks)]
-            ready, _ = ray.wait(waiting, num_returns=1, timeout=limit_s)
+            rank_of = {asked[rank]: rank for rank in sorted(ranks)}
+            ready, _ = ray.wait(list(rank_of), num_returns=1, timeout=limit_s)
             replies: dict[int, bytes] = {}
             for reference in ready:
                 try:
@@ -206,7 +213,7 @@ class RayExecutor(FarRanks):
                     raise self._lost(rank_of[reference], what, error) from error
             return replies
 
-        return self._gather(len(asked), receive, timeout_s, what, work=work)
+        return self._gather(len(asked), receive, timeout_s, what, **settings)
 
     def _lost(self, rank: int, what: str, error: Exception) -> EngineFailure:
         where = f" (pid {self.places[rank].pid} on {self.places[rank].address})" if self.places else ""

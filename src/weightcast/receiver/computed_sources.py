@@ -210,13 +210,13 @@ class ComputedSources:
     def empty_answer(self, summed: HeldTable) -> HeldSums:
         """Sums of 0 for the parts that ``answer`` has once there is a proof, given the table of all that is summed."""
         table = self._answered(summed)[1] if self.places else summed
-        return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
+        return HeldSums(table, torch.zeros(len(table), dtype=torch.int64))
 
     def _answered(self, summed: HeldTable) -> tuple[HeldTable, HeldTable]:
         """The tables of answers without and with the sources, for the table of all that is summed."""
         if self._tables is None or self._tables[0] is not summed:
-            parts = summed.parts[: len(summed.parts) - len(self.places)]
-            self._tables = summed, HeldTable(parts), HeldTable((*parts, *self.held_parts))
+            parts = summed[: len(summed) - len(self.places)]
+            self._tables = summed, parts, (*parts, *self.held_parts)
         return self._tables[1:]
 
     def _batches(self) -> Iterator[Sequence[ComputedGroup]]:

@@ -110,7 +110,7 @@ class Loader:
         self.scattered = ScatteredCopier(self.expected, ShareRoutes.of(self.routes, self.computing.parts))
         self._copies: Mapping[str, str] = {}
         # The parts of ``written``, for those of the routes.
-        self._parts = HeldTable(()), HeldTable(())
+        self._parts: tuple[HeldTable, HeldTable] | None = None
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, by route and place; None if it was not read back since it was last written.
@@ -312,8 +312,8 @@ class Loader:
         if not self.computed:
             return found
         parts = self.computing.held_parts
-        if self._parts[0] is not found.table:
-            self._parts = found.table, HeldTable((*found.table.parts, *parts))
+        if self._parts is None or self._parts[0] is not found.table:
+            self._parts = found.table, (*found.table, *parts)
         own = totals[routes.num_routes : routes.num_routes + len(parts)]
         return HeldSums(self._parts[1], torch.cat([found.totals, own]))
 
@@ -372,7 +372,7 @@ class Loader:
         found = self._read_back()
         if found != before:
             self.known = None
-            parts = found.table.parts
+            parts = found.table
             if len(parts) == len(before.totals):
                 parts = [parts[number] for number in (found.totals != before.totals).nonzero()[:, 0].tolist()]
             names = [part.spec.name for part in parts]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from weightcast.errors import EngineFailure
 from weightcast.wire.answers import RankAck
-from weightcast.wire.codec import decode, decode_rank_ack, encode
-from weightcast.wire.held import HeldTable
-from weightcast.wire.messages import Message, Open, Prepare
-from weightcast.wire.plans import UpdateTables
+from weightcast.wire.blobs import Blobs, SentBlobs, UnknownBlob
+from weightcast.wire.codec import decode, decode_rank_ack, encode, names_of
+from weightcast.wire.messages import Message
 
 GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
 _LOOK_S = 1.0  # longest single wait for answers, short enough to notice that this process itself was stopped
 _STOOD_STILL_S = 0.5  # a wait that ends this much too late: longer than a busy machine explains
 
 Receive = Callable[[set[int], float], dict[int, bytes]]
-_END = b"\n"  # of the names of tables
 _OK, _FAILED = b"+", b"-"
+_LACKS_TABLE = b"?"  # the reply of a rank that lacks a table which a message names
 
 
 class FarRanks:
@@ -28,22 +28,17 @@ class FarRanks:
     def __init__(self) -> None:
         self._broken: EngineFailure | None = None
         self._closed = False
-        self._told: UpdateTables | None = None  # the plan that every rank was sent last
-        self._tables: dict[str, HeldTable] = {}  # of the ranks' parts, which stay the same
+        self._sent = SentBlobs()  # tables that every rank has
+        self._tables = Blobs(sys.maxsize)  # of the ranks' parts: a rank sends each once, and relies on it
 
     def _encode(self, message: Message) -> bytes:
-        """The frame for the ranks: the tables that their answers may name, and the message.
-
-        Each rank keeps at least the plan that it was sent last.
-        """
-        tables = ",".join(self._tables).encode() + _END
-        if not isinstance(message, Open | Prepare) or message.plan is None:
-            return tables + encode(message)
-        known, self._told = self._told, message.plan
-        return tables + encode(message, named=message.plan == known)
+        """The frame for all ranks, with those tables that they were not sent before."""
+        frame = encode(message, self._sent)
+        self._sent.add(names_of(message))
+        return frame
 
     def _decode(self, reply: bytes) -> RankAck:
-        """Decodes a rank's answer; its table of parts comes once."""
+        """Decodes a rank's answer."""
         return decode_rank_ack(reply, self._tables)
 
     def _check(self) -> None:
@@ -58,11 +53,26 @@ class FarRanks:
             self._broken = EngineFailure(words, ranks=ranks, hint="restart the engine")
         return EngineFailure(words, ranks=ranks, hint="restart the engine")
 
-    def _gather(self, count: int, receive: Receive, timeout_s: float, what: str, *, work: bool) -> list[bytes]:
+    def _gather(
+        self,
+        count: int,
+        receive: Receive,
+        timeout_s: float,
+        what: str,
+        *,
+        work: bool = False,
+        send_whole: Callable[[int], None] | None = None,
+    ) -> list[bytes]:
         """Waits for one reply from each rank and returns them in order.
 
-        On the work lane a failure is a reply too, unless the other ranks hang because of it.  ``receive`` waits for any
-        of the given ranks, up to a limit in seconds, and raises for a lost rank.  ``timeout_s`` limits the whole wait.
+        On the work lane a failure is a reply too, unless the other ranks hang because of it.
+
+        Args:
+            receive: Waits for any of the given ranks, up to a limit in seconds, and raises for a lost rank.
+            timeout_s: Limit of the whole wait, in seconds.
+            what: What is waited for, for errors.
+            work: True on the work lane.
+            send_whole: Sends the message again to a rank that lacks one of its tables.
         """
         deadline = time.monotonic() + timeout_s
         replies: dict[int, bytes] = {}
@@ -71,6 +81,10 @@ class FarRanks:
             began = time.monotonic()
             limit_s = min(max(0.0, deadline - began), _LOOK_S)
             came = receive(waiting, limit_s)
+            if send_whole is not None:
+                for rank in [rank for rank, reply in came.items() if reply == _LACKS_TABLE]:
+                    del came[rank]
+                    send_whole(rank)  # at once: the other ranks may wait for this one
             replies |= came
             now = time.monotonic()
             if not came and now - began > limit_s + _STOOD_STILL_S:
@@ -115,14 +129,20 @@ def answer_work(do: Callable[[], bytes]) -> bytes:
         return _FAILED + f"{type(error).__name__}: {error}".encode()
 
 
-def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
-    """A reply for the message lane: the rank's ack, or the error that the worker raised."""
-    tables, _, message = frame.partition(_END)
+def answer_message(worker: Messenger, frame: bytes, *, rank: int, sent: SentBlobs) -> bytes:
+    """A reply for the message lane: the rank's ack, or the error that the worker raised.
+
+    ``sent`` has the tables that the other end has, and takes those of this reply.
+    """
     try:
-        ack = worker.apply(decode(message))
+        ack = worker.apply(decode(frame))
+    except UnknownBlob:
+        return _LACKS_TABLE
     except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
         ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
-    return encode(ack, known_tables=tables.decode().split(","))
+    reply = encode(ack, sent)
+    sent.add(names_of(ack))
+    return reply
 
 
 def failures_in(replies: dict[int, bytes]) -> dict[int, str]:

@@ -461,11 +461,11 @@ class WeightReceiver:
             rank=self.rank,
             touched=touched or self.loader.touched,
             not_updated=self.loader.not_updated,
-            held=held,
             load_s=self._load_s,
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
             steps=tuple(self._steps),
+            **held.fields,
             **more,
         )
 

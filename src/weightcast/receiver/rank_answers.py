@@ -60,12 +60,12 @@ class ResidentFold:
 
     def fold(self, acks: Sequence[RankAck]) -> Resident:
         """Folds the answers of all ranks, one each."""
-        tables = [ack.held.table for ack in acks]
+        tables = [ack.parts for ack in acks]
         folding = next(
             (one for of, one in self._known if len(of) == len(tables) and all(map(operator.is_, of, tables))), None
         )
         if folding is None:
-            folding = _Folding([part for table in tables for part in table.parts])
+            folding = _Folding([part for table in tables for part in table])
             self._known = [(tables, folding), *self._known[:1]]
         return folding.fold([ack.held.totals for ack in acks])
 
@@ -121,7 +121,7 @@ def suspects(acks: Sequence[RankAck]) -> dict[str, tuple[int, ...]]:
     """
     keepers: dict[str, dict[Box, dict[int, list[int]]]] = {}
     for ack in acks:
-        for part, total in zip(ack.held.table.parts, ack.held.totals.tolist(), strict=True):
+        for part, total in zip(ack.parts, ack.held.totals.tolist(), strict=True):
             keepers.setdefault(part.spec.name, {}).setdefault(part.box, {}).setdefault(total, []).append(ack.rank)
     found: dict[str, tuple[int, ...]] = {}
     for name, boxes in keepers.items():

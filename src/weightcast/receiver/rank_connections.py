@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection as LocalConnection
 from multiprocessing.connection import wait
+from typing import Any
 
 from weightcast.comm.authenticated import AuthenticatedConnection
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.receiver import lost_ranks
 from weightcast.receiver.lost_ranks import FarRanks, Messenger, answer_message
 from weightcast.wire.answers import RankAck
+from weightcast.wire.blobs import SentBlobs
+from weightcast.wire.codec import encode
 from weightcast.wire.messages import Message
 
 Connection = LocalConnection | AuthenticatedConnection  # to a rank on this host, or on another one
@@ -53,8 +56,13 @@ class ConnectedRanks(FarRanks):
                 except Exception as error:  # any error: the answers to this message will not be read
                     words = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
                     raise self._break(words, list(range(len(self._control)))) from error
+
+            def send_whole(rank: int) -> None:
+                with self._send_lock:
+                    self._send_to(rank, self._control[rank], _APPLY + encode(message))
+
             what = f"the answer to {type(message).__name__}"
-            replies = self._replies(self._control, timeout_s + lost_ranks.GRACE_S, what)
+            replies = self._replies(self._control, timeout_s + lost_ranks.GRACE_S, what, send_whole=send_whole)
         return [self._decode(reply) for reply in replies]
 
     def _note(self, note: bytes) -> None:
@@ -70,16 +78,18 @@ class ConnectedRanks(FarRanks):
 
     def _send(self, connections: Sequence[Connection], payload: bytes) -> None:
         for rank, connection in enumerate(connections):
-            try:
-                connection.send_bytes(payload)
-            except BlockingIOError as error:
-                raise self._break(f"rank {rank} did not take a message within {_SEND_S} s", [rank]) from error
-            except (OSError, ValueError) as error:
-                raise self._lost(rank, f"a message to it: {error}") from error
+            self._send_to(rank, connection, payload)
 
-    def _replies(
-        self, connections: Sequence[Connection], timeout_s: float, what: str, *, work: bool = False
-    ) -> list[bytes]:
+    def _send_to(self, rank: int, connection: Connection, payload: bytes) -> None:
+        try:
+            connection.send_bytes(payload)
+        except BlockingIOError as error:
+            raise self._break(f"rank {rank} did not take a message within {_SEND_S} s", [rank]) from error
+        except (OSError, ValueError) as error:
+            raise self._lost(rank, f"a message to it: {error}") from error
+
+    def _replies(self, connections: Sequence[Connection], timeout_s: float, what: str, **settings: Any) -> list[bytes]:
+        """As ``_gather``, with its settings."""
 
         def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
             waiting = {connections[rank]: rank for rank in ranks}
@@ -92,7 +102,7 @@ class ConnectedRanks(FarRanks):
                     raise self._lost(rank, f"{what}: {error}" if str(error) else what) from error
             return replies
 
-        return self._gather(len(connections), receive, timeout_s, what, work=work)
+        return self._gather(len(connections), receive, timeout_s, what, **settings)
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
         return self._break(f"rank {rank} is gone during {what}", [rank])
@@ -115,8 +125,9 @@ def serve_messages(
     messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def answer() -> None:
+        sent = SentBlobs()
         while (frame := messages.get()) is not None:
-            reply = answer_message(worker, frame, rank=rank)
+            reply = answer_message(worker, frame, rank=rank, sent=sent)
             with suppress(OSError, ValueError):
                 control.send_bytes(reply)
 

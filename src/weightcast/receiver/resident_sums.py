@@ -97,15 +97,13 @@ class ResidentSums:
 
     def _table(self, tensors: Mapping[str, torch.Tensor]) -> HeldTable:
         names = {name: dtype_name(tensors[name].dtype) for name in self._parameters}
-        return HeldTable(
-            tuple(
-                HeldPart(
-                    spec=TensorSpec(name=route.source, dtype=names[route.parameter], shape=self._shape(number)),
-                    box_offset=route.box_offset,
-                    box_shape=route.box_shape,
-                )
-                for number, route in enumerate(self._routes)
+        return tuple(
+            HeldPart(
+                spec=TensorSpec(name=route.source, dtype=names[route.parameter], shape=self._shape(number)),
+                box_offset=route.box_offset,
+                box_shape=route.box_shape,
             )
+            for number, route in enumerate(self._routes)
         )
 
     def _shape(self, number: int) -> tuple[int, ...]:

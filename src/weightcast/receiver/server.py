@@ -16,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import ConfigError, Refused, WeightcastError, WireError, error_words
 from weightcast.receiver.api_keys import Guard
-from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
+from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_BLOB, Ack
+from weightcast.wire.blobs import UnknownBlob
 from weightcast.wire.codec import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.wire.engine_info import EngineInfo, EngineStatus
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message, Open, Readback
-from weightcast.wire.plans import UnknownPlan
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096
@@ -129,7 +129,7 @@ def weight_routes(engine: Answers, score: ScorePrompt | None = None, *, guard: G
 
     @router.get("/info", summary="The engine's description and state", responses={200: _INFO}, response_class=Response)
     async def info(specs: str = "") -> Response:
-        return Response(encode(engine.info(), known_specs=specs), media_type="application/json")
+        return Response(encode(engine.info(), known=(specs,)), media_type="application/json")
 
     @router.get(
         "/status", summary="State, version and last update, in short", responses={200: _STATUS}, response_class=Response
@@ -255,8 +255,8 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
         if len(body) <= _DECODED_AT_ONCE_BYTES:  # a switch to another thread takes longer
             return decode(body)
         return await run_in_threadpool(decode, body)
-    except UnknownPlan as error:
-        return refusal(UNKNOWN_PLAN, str(error))
+    except UnknownBlob as error:
+        return refusal(UNKNOWN_BLOB, str(error))
     except WireError as error:
         return refusal(400, str(error))
 
@@ -324,4 +324,4 @@ _MESSAGES = json_content("One message")
 _OPEN = json_content("The first message of an update")
 _SCORED = json_content("A text as tokens")
 _FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (*_STATUSES.values(), 500)}
-_REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, UNKNOWN_PLAN: _REFUSED, **_FAILURES}
+_REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, UNKNOWN_BLOB: _REFUSED, **_FAILURES}

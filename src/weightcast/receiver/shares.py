@@ -18,6 +18,7 @@ from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.wire.answers import NOTHING_TAKEN, Taken
+from weightcast.wire.blobs import hash_of
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
     ExchangeSource,
@@ -32,7 +33,6 @@ from weightcast.wire.bucket_sources import (
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Open
 from weightcast.wire.pieces import Wanted, encode_wanted
-from weightcast.wire.plans import hash_of
 
 _PASSING_ROOMS = 2
 _PASS_S = 1.0  # after an update, for what is still being passed on; then its group ends

@@ -14,8 +14,8 @@ import msgspec
 
 from weightcast.protocols import Sharing
 from weightcast.report import LegReport
+from weightcast.wire.blobs import hash_of
 from weightcast.wire.layout import Packing, TensorSpec
-from weightcast.wire.plans import hash_of
 
 # What carries bytes from a trainer rank to an engine rank: "mapped" (the engine reads the weights where the trainer
 # keeps them), "buffer" (it reads a shared bucket), "group" (NCCL or gloo), "rdma" (it reads through NIXL), "file".

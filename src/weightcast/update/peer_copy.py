@@ -36,6 +36,7 @@ from weightcast.wire.answers import Ack
 from weightcast.wire.codec import decode_ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Fetch, Open, Owner, PeerEngine
+from weightcast.wire.plans import UpdateTables
 
 log = logging.getLogger("weightcast.update.peer_copy")
 
@@ -212,7 +213,7 @@ class _CopyAttempt:
                 lease_s=_LEASE_TIMES * self._timeout_s,
                 pause=choose_pause(self._link, pause),
                 verify="resident",
-                specs=self._late.specs,
+                plan=UpdateTables(self._late.specs, ()),
             )
         )
         event_loop.run(opening)

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from weightcast.adapters.receiver_messages import announce_of
+from weightcast.adapters.bucket_sources import source_of
 from weightcast.comm import event_loop
 from weightcast.comm.run_steps import converse_on_loop
 from weightcast.comm.shared_buckets import Shared
@@ -65,7 +65,7 @@ class Preparation:
             given = [handles_for(link, some) for some in shared] if not link.plan.near and not link.plan.reads else []
             key = way, *(id(one) for some in given for one in some)
             if key not in messages:
-                sources = _sources(plan, way, given)
+                sources = _sources(way, given)
                 message = Prepare(plan=plan, owner=owner, verify=config.verify, way=way, sources=sources)
                 messages[key] = message, given  # kept alive, so that their ids stay their own
             if messages[key][0].sources:
@@ -104,13 +104,12 @@ def _way_to(target: TargetPlan) -> Way:
     return "reads" if target.reads_remotely else "memory"
 
 
-def _sources(plan: UpdateTables, way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
+def _sources(way: Way, given: Sequence[Sequence[Shared]]) -> tuple[Source, ...]:
     """The source of each bucket as ``Announce`` will have it; empty unless all buckets lie in memory already."""
     lies = (any(one.memory is not None or one.memories for one in some) for some in given)
     if way in ("messages", "reads") or not given or not all(lies):
         return ()
-    announced = zip(plan.layouts, given, strict=True)
-    return tuple(announce_of("", layout, group=None, shared=some).source for layout, some in announced)
+    return tuple(source_of(some) for some in given)
 
 
 class SendPlan:

@@ -16,11 +16,11 @@ from weightcast.update.bucket_memory import planned_bytes
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.packs import Packs
 from weightcast.update.served_parts import MappedShares, ServedParts
+from weightcast.wire.blobs import hash_of
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import BucketPart, Pack
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted
-from weightcast.wire.plans import hash_of
 
 NUM_SLOTS = 2
 _encoder = msgspec.json.Encoder()

@@ -46,8 +46,6 @@ def open_message(
         lease_s=config.timeout_s * LEASE_DEADLINES,
         pause=links[0].start.pause or "abort",  # those with another one say so (``Link.open``)
         verify=config.verify,
-        specs=plan.specs,
-        bucket_sizes=plan.bucket_sizes,
         plan=plan,
     )
 

@@ -7,12 +7,12 @@ from typing import Literal
 import msgspec
 
 from weightcast.wire.fields import Count, Digest, Rank, RankSteps, Text, Version
-from weightcast.wire.held import NOTHING_HELD, HeldSums
+from weightcast.wire.held import HeldSums, HeldTable
 from weightcast.wire.layout import Size
 
 MAPPING_FAILED = 421  # HTTP status of an answer with the cause ``mapping``
 GROUP_FAILED = 424  # HTTP status of an answer with the cause ``group``
-UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan or source must be sent in full
+UNKNOWN_BLOB = 428  # HTTP status of an answer to a message whose tables must be sent in full
 
 State = Literal["serving", "updating", "quarantined"]
 # Bytes read where trainer ranks keep their weights, bytes read out of their buffers, and bytes that came in messages.
@@ -33,8 +33,9 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         touched: True if this session may have changed live parameters.
         missing: Names of source tensors that did not arrive whole.
         not_updated: Names of parameters and buffers that no source tensor writes.
-        held: Sums of the parts of the source tensors that this rank keeps, in the dtypes that it keeps.  After Close
-            they were taken as the parts were copied; what the loader computes with was summed whole as it arrived.
+        parts: Parts of the source tensors that this rank keeps, in the dtypes that it keeps.
+        sums: Sums of these parts, 8 bytes each (``HeldSums``).  After Close they were taken as the parts were copied;
+            what the loader computes with was summed whole as it arrived.
         taken: After Close: what this rank has taken of its share, if it receives no more than that.
         part: After ReadChunk: bytes of the chunk, from the rank that was asked.  After TellBoxes: the boxes, encoded.
         chunks: After Fetch: number of chunks that this rank fetches in all.
@@ -52,7 +53,8 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     touched: bool = False
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
-    held: HeldSums = NOTHING_HELD
+    parts: HeldTable = ()
+    sums: bytes = b""
     taken: Taken = NOTHING_TAKEN
     part: bytes = b""
     chunks: Count = 0
@@ -60,6 +62,15 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify_s: float = 0.0
     peak_extra_bytes: int = 0
     steps: RankSteps = ()
+
+    def __post_init__(self) -> None:
+        if len(self.sums) != 8 * len(self.parts):
+            raise ValueError(f"{len(self.sums)} bytes are not the sums of {len(self.parts)} parts")
+
+    @property
+    def held(self) -> HeldSums:
+        """The sums of the parts."""
+        return HeldSums.of_bytes(self.parts, self.sums)
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

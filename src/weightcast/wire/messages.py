@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.config import PauseMode, VerifyLevel
-from weightcast.wire.bucket_sources import Source
+from weightcast.wire.bucket_sources import Source, group_of
 from weightcast.wire.fields import (
     MAX_BUCKETS,
     Count,
@@ -33,7 +33,7 @@ from weightcast.wire.fields import (
     TraceParent,
     Version,
 )
-from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.plans import UpdateTables
 
 PROTOCOL = 10
@@ -62,11 +62,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         timeout_s: Deadline of each wait inside the engine, in seconds.
         lease_s: Seconds after the last message at which the engine ends the session by itself.
         pause: Fate of the requests that run at the switch.
-        specs: Every tensor that will be sent, in order.
-        bucket_sizes: Size in bytes of each bucket, in order.  They let a receiver enter the broadcast of a bucket
-            early; empty if the sender waits for each reply.
+        plan: The tensors that will be sent, and their buckets; without buckets if none will come.
         traceparent: The trainer's span for this target, as in W3C Trace Context; empty without tracing.
-        plan: The plan that ``specs`` and ``bucket_sizes`` come from, and that later messages name; None without one.
     """
 
     session: Session
@@ -77,10 +74,18 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lease_s: Seconds
     pause: PauseMode
     verify: VerifyLevel
-    specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
-    bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
+    plan: UpdateTables
     traceparent: TraceParent = ""
-    plan: UpdateTables | None = None
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor that will be sent, in order."""
+        return self.plan.specs
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """As ``UpdateTables.bucket_sizes``."""
+        return self.plan.bucket_sizes
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="prepare"):
@@ -144,24 +149,35 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
-    """Announces a bucket: its source and its contents.  The engine answers when it has loaded the bucket.
+    """Announces a bucket of a plan, and its source.  The engine answers when it has loaded the bucket.
 
     Attributes:
-        plan: Hash of the plan whose bucket number ``layout.index`` this is; empty without a plan.
-        following: Buckets of the plan that come next in the same group, without a message of their own.  The engine
-            answers when it has loaded the last of them.
+        bucket: Number of the bucket.
+        following: How many buckets come next in the same group, without a message of their own.  The engine answers
+            when it has loaded the last of them.
     """
 
     session: Session
-    layout: BucketLayout
+    plan: UpdateTables
+    bucket: Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
+    following: Annotated[int, Meta(ge=0, lt=MAX_RUN)] = 0
     source: Source
-    plan: str = ""
-    following: tuple[BucketLayout, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (last := self.bucket + self.following) >= len(self.plan.layouts):
+            raise ValueError(f"bucket {last}: its plan has {len(self.plan.layouts)}")
+        if self.following and group_of(self.source) is None:
+            raise ValueError("several buckets at once come in a group")
+
+    @property
+    def layout(self) -> BucketLayout:
+        """The contents of the first bucket."""
+        return self.plan.layouts[self.bucket]
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
         """All buckets that it announces."""
-        return (self.layout, *self.following)
+        return self.plan.layouts[self.bucket : self.bucket + self.following + 1]
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
@@ -266,6 +282,6 @@ class TellBoxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Asks each rank which boxes of the source tensors it wants.  Changes nothing."""
 
 
-# On the wire as they are written; the others may name a plan or a source (``codec.py``).
+# On the wire as they are written; the others name tables (``codec.py``).
 Verbatim = Join | Leave | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk | TellBoxes
 Message = Open | Prepare | Announce | Verbatim

@@ -1,12 +1,11 @@
-"""The plan of an update: the tables that both processes keep, and that messages name by a hash.
+"""The plan of an update: tensors and buckets, as a table that both processes keep (``blobs.py``).
 
-The first update of a target carries the plan in full.  From then on ``Open`` names it, and ``Announce`` names a bucket
-of it.  So an update of the same tables sends nothing for each tensor.  A plan has no place in memory and no device.
+``Open`` names it, and ``Announce`` names buckets of it.  So an update of the same tensors sends nothing for each of
+them.  A plan has no place in memory and no device.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated
@@ -15,18 +14,12 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.errors import WireError
-from weightcast.runtime.lru import Lru
+from weightcast.wire.blobs import KEPT, BlobKind
 from weightcast.wire.bucket_sources import BucketPart, BucketParts
 from weightcast.wire.fields import MAX_BUCKETS
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSlot, TensorSpec
 
 MAX_TRAINERS = 1 << 16  # ranks whose parts a plan has
-_KEPT_BYTES = 256 << 20
-_TIMES_ITS_BYTES = 8  # memory of a decoded plan
-
-
-class UnknownPlan(WireError):
-    """A message names a plan or source that this process does not have.  The sender must send it in full."""
 
 
 class _Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -44,13 +37,13 @@ class _Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan on the wire; ``bucket_sizes`` is as ``Open.bucket_sizes``.
+    """A plan on the wire; ``bucket_sizes`` is as ``UpdateTables`` has it.
 
     ``parts`` has one list for each trainer rank, as that rank has encoded it: its parts of each bucket, in order.
     """
 
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
-    buckets: Annotated[tuple[_Bucket, ...], Meta(min_length=1, max_length=MAX_BUCKETS)]
+    buckets: Annotated[tuple[_Bucket, ...], Meta(max_length=MAX_BUCKETS)]
     bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
     parts: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=MAX_TRAINERS)] = ()
 
@@ -77,13 +70,18 @@ class UpdateTables:
     ) -> None:
         """Takes the tables.
 
-        Every slot is of one of the tensors; ``bucket_sizes`` is as ``Open.bucket_sizes``.  ``told`` has the parts of
-        each trainer rank, as ``encode_parts`` returns them, if engine ranks get their shares from every rank.
+        Args:
+            specs: Every tensor that will be sent, in order.
+            layouts: The buckets; every slot is of one of the tensors.
+            bucket_sizes: Size in bytes of each bucket, in order.  They let a receiver enter the broadcast of a bucket
+                early; empty if the sender waits for each reply.
+            told: The parts of each trainer rank, as ``encode_parts`` returns them, if engine ranks get their shares
+                from every rank.
         """
         self.specs = specs
         self.layouts = tuple(layouts)
         self.bucket_sizes = bucket_sizes
-        self._told = tuple(told)
+        self.told = tuple(told)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, UpdateTables) and self.hash == other.hash)
@@ -92,26 +90,9 @@ class UpdateTables:
         return hash(self.hash)
 
     @cached_property
-    def encoded(self) -> bytes:
-        """The plan as JSON, in the form of ``Tables``."""
-        numbers = {spec.name: number for number, spec in enumerate(self.specs)}
-        buckets = tuple(
-            _Bucket(
-                layout.size_bytes,
-                tuple(
-                    _Slot(numbers[slot.spec.name], slot.offset_bytes, slot.first_row, slot.num_rows)
-                    for slot in layout.slots
-                ),
-            )
-            for layout in self.layouts
-        )
-        told = tuple(map(msgspec.Raw, self._told))
-        return _encoder.encode(Tables(specs=self.specs, buckets=buckets, bucket_sizes=self.bucket_sizes, parts=told))
-
-    @cached_property
     def parts(self) -> Sequence[tuple[BucketParts, ...]]:
         """For each bucket the parts of each trainer rank, in order of rank; empty if none were told."""
-        ranks = [_rank_parts.decode(one) for one in self._told]
+        ranks = [_rank_parts.decode(one) for one in self.told]
         short = next((rank for rank, parts in enumerate(ranks) if len(parts) != len(self.layouts)), None)
         if short is not None:
             raise WireError(
@@ -121,44 +102,33 @@ class UpdateTables:
 
     @cached_property
     def hash(self) -> str:
-        """BLAKE2b of ``encoded``, 32 hex characters."""
-        return hash_of(self.encoded)
+        """The name of the table, 32 hex characters."""
+        return KEPT.encoded(PLAN, self).name
 
     @cached_property
     def without_sizes(self) -> UpdateTables:
         """The same plan for a sender that waits for each reply."""
-        return UpdateTables(self.specs, self.layouts, told=self._told)
+        return UpdateTables(self.specs, self.layouts, told=self.told)
 
 
-def kept_plan(name: str) -> UpdateTables:
-    """Returns a plan that this process was sent; raises UnknownPlan if it was not, or others have taken its place."""
-    plan = _kept.get(name)
-    if plan is None:
-        raise UnknownPlan(f"this process does not have the plan {name}; it must be sent in full")
-    return plan
+def _encode(plan: UpdateTables) -> bytes:
+    """Returns the plan as JSON, in the form of ``Tables``."""
+    numbers = {spec.name: number for number, spec in enumerate(plan.specs)}
+    buckets = tuple(
+        _Bucket(
+            layout.size_bytes,
+            tuple(
+                _Slot(numbers[slot.spec.name], slot.offset_bytes, slot.first_row, slot.num_rows)
+                for slot in layout.slots
+            ),
+        )
+        for layout in plan.layouts
+    )
+    told = tuple(map(msgspec.Raw, plan.told))
+    return _encoder.encode(Tables(specs=plan.specs, buckets=buckets, bucket_sizes=plan.bucket_sizes, parts=told))
 
 
-def take_plan(name: str, encoded: bytes) -> UpdateTables:
-    """Decodes, checks and keeps a plan that came in full; WireError if it is malformed or has another hash."""
-    if hash_of(encoded) != name:
-        raise WireError(f"the plan that came with the message is not {name}")
-    found = _kept.get(name)
-    if found is not None:
-        return found
-    plan = _decoded(encoded)
-    _kept.put(name, plan, _TIMES_ITS_BYTES * len(encoded))
-    return plan
-
-
-_kept: Lru[str, UpdateTables] = Lru(_KEPT_BYTES)
-
-
-def hash_of(encoded: bytes) -> str:
-    """BLAKE2b of an encoded table, 32 hex characters."""
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
-
-
-def _decoded(encoded: bytes) -> UpdateTables:
+def _decode(encoded: bytes) -> UpdateTables:
     tables = _tables.decode(encoded)
     specs = tables.specs
     layouts: list[BucketLayout] = []
@@ -180,5 +150,7 @@ def _decoded(encoded: bytes) -> UpdateTables:
         layouts.append(layout)
     plan = UpdateTables(specs, layouts, tables.bucket_sizes, tuple(map(bytes, tables.parts)))
     _ = plan.parts  # what is malformed is refused here
-    plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, hash_of(encoded)
     return plan
+
+
+PLAN = BlobKind("plan", _encode, _decode)

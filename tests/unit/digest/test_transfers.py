@@ -51,7 +51,7 @@ def test_loaders_copy_as_ever_and_sum_together_what_they_keep(kind, dtype, bucke
             assert loader.held().totals.equal(written.totals[: len(loader.held().totals)])
             plain.load_weights(weights.items())
             assert differing(model, state(plain)) == []
-        held = [RankAck(rank=rank, held=loader.written()) for rank, (_, _, loader) in enumerate(ranks)]
+        held = [RankAck(rank=rank, **loader.written().fields) for rank, (_, _, loader) in enumerate(ranks)]
         whole = {"scale", "steps", "norm.weight"}  # these have a dtype of their own
         kept = {name: tensor if name in whole else tensor.to(dtype) for name, tensor in weights.items()}
         assert ResidentFold().fold(held).digests == digests(kept)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.models import FusedModel, Weights, differing, fill, specs_of, state, weights_of
-from tests.helpers.sessions import Sender
+from tests.helpers.sessions import Sender, announce
 from weightcast.comm.update_group import GroupFailed
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.answers import RankAck
@@ -18,6 +18,7 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import BroadcastSource
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Announce
+from weightcast.wire.plans import UpdateTables
 
 OLD, NEW = weights_of(1), weights_of(2)
 
@@ -58,14 +59,14 @@ class Broadcaster(Sender):
         super().__init__(weights, **{"bucket_bytes": 700} | changes)
         self.group = Group()
         receiver._broadcast._groups["g"] = self.group  # type: ignore[assignment]
-        self.open = msgspec.structs.replace(self.open, bucket_sizes=tuple(one.size_bytes for one in self.layouts))
+        plan = UpdateTables(self.open.specs, self.layouts, tuple(one.size_bytes for one in self.layouts))
+        self.open = msgspec.structs.replace(self.open, plan=plan)
         for layout in self.layouts:
             bucket = fill(Bucket(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8)), weights)
             self.group.queue.append(bucket.data)
 
     def announce(self, index: int, *, layout: BucketLayout | None = None) -> Announce:
-        source = BroadcastSource(group="g")
-        return Announce(session=self.session, layout=layout or self.layouts[index], source=source)
+        return announce(self.session, layout or self.layouts[index], BroadcastSource(group="g"))
 
 
 def receiver_of(model: FusedModel, **kwargs: Any) -> WeightReceiver:

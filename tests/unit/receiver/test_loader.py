@@ -136,7 +136,7 @@ def test_what_is_read_back_adds_up_to_what_was_sent(place, tp_size):
     for rank in range(tp_size):
         loader = make(loaded(OLD, tp_rank=rank, tp_size=tp_size), place)
         update(loader, NEW)
-        acks.append(RankAck(rank=rank, held=loader.held()))
+        acks.append(RankAck(rank=rank, **loader.held().fields))
     result = ResidentFold().fold(acks)
     assert result.broken == ()
     assert result.digests == {name: tensor_digest(tensor) for name, tensor in NEW.items()}
@@ -148,12 +148,12 @@ def test_what_is_read_back_is_what_is_live():
     loader.begin()
     for bucket in buckets_of(NEW, bucket_bytes=200):
         loader.load(bucket)
-    old = ResidentFold().fold([RankAck(rank=0, held=loader.held())]).digests
+    old = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
     assert old == {name: tensor_digest(tensor) for name, tensor in OLD.items()}
     loader.commit()
     with torch.no_grad():
         model.w2[1, 3, 2] += 1  # somebody tampers
-    broken = ResidentFold().fold([RankAck(rank=0, held=loader.held())])
+    broken = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)])
     wanted = {name: tensor_digest(tensor) for name, tensor in NEW.items()}
     assert unequal(wanted, broken.digests) == ["experts.1.down.weight"]
 
@@ -161,7 +161,7 @@ def test_what_is_read_back_is_what_is_live():
 def test_weights_kept_in_another_dtype_are_digested_in_it():
     loader = make(loaded(OLD, dtype=torch.bfloat16))
     update(loader, NEW)
-    digests = ResidentFold().fold([RankAck(rank=0, held=loader.held())]).digests
+    digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
     assert digests["q.weight"] == tensor_digest(NEW["q.weight"].bfloat16())
     assert digests["scale"] == tensor_digest(NEW["scale"])
 
@@ -214,7 +214,7 @@ def test_a_scalar_and_an_empty_tensor_arrive_too():
     assert loader.missing(specs_of(weights)) == list(weights)
     update(loader, weights)
     assert model.scalar.item() == 5.0
-    digests = ResidentFold().fold([RankAck(rank=0, held=loader.held())]).digests
+    digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
     assert digests == {name: tensor_digest(tensor) for name, tensor in weights.items()}
 
 
@@ -289,7 +289,7 @@ def test_computed_weights_go_through_the_models_own_loader_at_the_commit(place, 
         assert differing(model, state(wanted if place == "none" else again)) == []
         update(loader, NEW, bucket_bytes=bucket_bytes)
         assert differing(model, state(wanted)) == []
-        held = ResidentFold().fold([RankAck(rank=0, held=loader.held())])
+        held = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)])
         assert held.digests == {name: tensor_digest(tensor) for name, tensor in NEW.items()}
         update(loader, OLD, bucket_bytes=bucket_bytes)
         assert differing(model, state(again)) == []
@@ -473,7 +473,7 @@ def test_a_tensor_that_the_loader_skips_may_come_or_stay_away():
         loader.check(specs_of(fresh))
         update(loader, fresh)
         assert torch.equal(model.w, fresh["w"])
-        digests = ResidentFold().fold([RankAck(rank=0, held=loader.held())]).digests
+        digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
         assert digests == {"w": tensor_digest(fresh["w"])}
     with pytest.raises(Refused, match="missing w"):
         loader.check(specs[1:])
@@ -602,5 +602,5 @@ def test_a_padding_row_counts_in_the_proof(place, padding):
     update(loader, {"embed.weight": sent})
     assert not model.embed.weight[2].any()
     assert torch.equal(model.embed.weight[3:], sent[3:])
-    digests = ResidentFold().fold([RankAck(rank=0, held=loader.held())]).digests
+    digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
     assert (digests["embed.weight"] == tensor_digest(sent)) == (padding == 0)

@@ -145,7 +145,7 @@ def test_ranks_keep_and_prove_what_torch_makes_of_the_masters(case):
             for loader in loaders:
                 loader.begin()
                 loader.load_scattered(memories, loader.scattered.plan_mapped(layout, parts, memories))
-            written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
+            written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
             for model, loader in zip(models, loaders, strict=True):
                 assert loader.missing(specs) == []
                 loader.commit()

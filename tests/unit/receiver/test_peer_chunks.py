@@ -22,6 +22,7 @@ from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.sources.peer import PeerSource
 from weightcast.wire.answers import Ack
 from weightcast.wire.messages import Abort, Close, Commit, Fetch, PeerEngine, ReadChunk
+from weightcast.wire.plans import UpdateTables
 
 CHUNK_BYTES = 72  # cuts through rows
 URL = "http://peer:1"
@@ -50,7 +51,9 @@ class Copying:
         self.late = late
         self.digest = info.digest
         self.open = msgspec.structs.replace(
-            Sender(weights_of(9), version=info.version).open, session=secrets.token_hex(16), specs=info.specs
+            Sender(weights_of(9), version=info.version).open,
+            session=secrets.token_hex(16),
+            plan=UpdateTables(info.specs, ()),
         )
 
     def fetch(self, index: int, **changes) -> Fetch:

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.mapped import HostMapper
 from tests.helpers.models import FusedModel, differing, specs_of, state, weights_of
-from tests.helpers.sessions import Sender
+from tests.helpers.sessions import Sender, announce
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, Refused
 from weightcast.receiver import WeightReceiver, staging
@@ -231,9 +231,7 @@ def test_a_buffer_that_is_not_there_is_refused(receiver, model):
             "pid": real.pid,
             "fd": real.fd,
         }
-        return Announce(
-            session=sender.session, layout=good.layout, source=IpcSource(handles=(MemoryHandle(**fields | changes),))
-        )
+        return announce(sender.session, good.layout, IpcSource(handles=(MemoryHandle(**fields | changes),)))
 
     for changes in (
         {"pid": 2**22 + 1},
@@ -252,7 +250,7 @@ def test_a_buffer_that_is_not_there_is_refused(receiver, model):
         ack = receiver.apply(with_handle(**changes))
         assert not ack.ok, changes
         assert ack.error
-    group = Announce(session=sender.session, layout=good.layout, source=BroadcastSource(group="nowhere"))
+    group = announce(sender.session, good.layout, BroadcastSource(group="nowhere"))
     assert "not in group nowhere" in receiver.apply(group).error
     assert receiver.apply(good).ok
     assert differing(model, before) == []
@@ -263,7 +261,7 @@ def test_a_bucket_larger_than_its_buffer_is_refused(receiver):
     assert receiver.apply(sender.open).ok
     good = sender.announce(0)
     large = BucketLayout(index=0, slots=good.layout.slots, size_bytes=sender.buffer.data.numel() + 1)
-    ack = receiver.apply(Announce(session=sender.session, layout=large, source=good.source))
+    ack = receiver.apply(announce(sender.session, large, good.source))
     assert "its buffer 200" in ack.error
 
 
@@ -452,7 +450,7 @@ def test_a_buffer_that_went_after_it_was_mapped_is_not_read(receiver, model):
     handle = sender.buffer.handle()
     assert receiver.apply(sender.open).ok
     sender.buffer.close()
-    announced = Announce(session=sender.session, layout=sender.layouts[0], source=IpcSource(handles=(handle,)))
+    announced = announce(sender.session, sender.layouts[0], IpcSource(handles=(handle,)))
     answer = receiver.apply(announced)
     assert (answer.ok, answer.cause) == (False, "mapping")
     assert "has released this buffer" in answer.error

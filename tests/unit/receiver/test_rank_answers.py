@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 
 from weightcast.digest.definition import model_digest, partial_sums, tensor_digest
 from weightcast.digest.pieces import TensorPiece
-from weightcast.errors import WireError
 from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, suspects
 from weightcast.wire.answers import RankAck
+from weightcast.wire.blobs import Blobs, SentBlobs, UnknownBlob
 from weightcast.wire.box import Box
-from weightcast.wire.codec import decode_rank_ack, encode
-from weightcast.wire.held import HeldPart, HeldSums, HeldTable
+from weightcast.wire.codec import decode_rank_ack, encode, names_of
+from weightcast.wire.held import HeldPart, HeldSums
 from weightcast.wire.layout import TensorSpec
 
 
 def sums(*parts: tuple[HeldPart, int]) -> HeldSums:
-    return HeldSums(
-        HeldTable(tuple(part for part, _ in parts)), torch.tensor([total for _, total in parts], dtype=torch.int64)
-    )
+    return HeldSums(tuple(part for part, _ in parts), torch.tensor([total for _, total in parts], dtype=torch.int64))
+
+
+def ack(rank: int, *parts: tuple[HeldPart, int]) -> RankAck:
+    return RankAck(rank=rank, **sums(*parts).fields)
 
 
 def held(name: str, whole: torch.Tensor, *box: slice) -> tuple[HeldPart, int]:
@@ -39,10 +41,8 @@ def weight():
 
 def test_shards_add_up_to_the_whole(weight):
     norm = weight[0].clone()
-    by_rows = [
-        RankAck(rank=r, held=sums(held("w", weight, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)
-    ]
-    by_columns = [RankAck(rank=r, held=sums(held("w", weight, slice(0, 8), slice(2 * r, 2 * r + 2)))) for r in range(3)]
+    by_rows = [ack(r, held("w", weight, slice(4 * r, 4 * r + 4)), held("n", norm)) for r in range(2)]
+    by_columns = [ack(r, held("w", weight, slice(0, 8), slice(2 * r, 2 * r + 2))) for r in range(3)]
     whole = ResidentFold().fold(by_rows)
     assert whole.digests == {"w": tensor_digest(weight), "n": tensor_digest(norm)}
     assert whole.broken == ()
@@ -56,35 +56,35 @@ def test_shards_add_up_to_the_whole(weight):
 def test_ranks_that_keep_the_same_part_must_agree(weight):
     other = weight.clone()
     other[3, 3] += 1
-    agreeing = [RankAck(rank=r, held=sums(held("w", weight))) for r in range(2)]
+    agreeing = [ack(r, held("w", weight)) for r in range(2)]
     assert ResidentFold().fold(agreeing).digests == {"w": tensor_digest(weight)}
-    differing = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", other)))]
+    differing = [ack(0, held("w", weight)), ack(1, held("w", other))]
     result = ResidentFold().fold(differing)
     assert result.broken == ("w",)
     assert result.digests == {}
     assert result.digest_of([TensorSpec.of("w", weight)], ()) == ""
-    dtypes = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", weight.double())))]
+    dtypes = [ack(0, held("w", weight)), ack(1, held("w", weight.double()))]
     assert ResidentFold().fold(dtypes).broken == ("w",)
 
 
 def test_parts_that_do_not_make_up_the_whole_are_found(weight):
-    missing = [RankAck(rank=0, held=sums(held("w", weight, slice(0, 4))))]
+    missing = [ack(0, held("w", weight, slice(0, 4)))]
     assert ResidentFold().fold(missing).broken == ("w",)
     # As many elements as the whole has, but some twice and some not at all.
-    double = [RankAck(rank=0, held=sums(held("w", weight, slice(0, 4)), held("w", weight, slice(2, 6))))]
+    double = [ack(0, held("w", weight, slice(0, 4)), held("w", weight, slice(2, 6)))]
     assert ResidentFold().fold(double).broken == ("w",)
     assert ResidentFold().fold([]).digests == {}
 
 
 def test_a_rank_may_keep_nothing_of_a_tensor(weight):
     # Pipeline stages: each tensor lives on one rank only.
-    acks = [RankAck(rank=0, held=sums(held("a", weight))), RankAck(rank=1, held=sums(held("b", weight)))]
+    acks = [ack(0, held("a", weight)), ack(1, held("b", weight))]
     assert ResidentFold().fold(acks).digests == {"a": tensor_digest(weight), "b": tensor_digest(weight)}
 
 
 def test_scalars_and_empty_tensors():
     scalar, empty = torch.tensor(2.5), torch.zeros(0, 3)
-    acks = [RankAck(rank=rank, held=sums(held("s", scalar), held("e", empty))) for rank in range(2)]
+    acks = [ack(rank, held("s", scalar), held("e", empty)) for rank in range(2)]
     assert ResidentFold().fold(acks).digests == {"s": tensor_digest(scalar), "e": tensor_digest(empty)}
 
 
@@ -102,29 +102,31 @@ def test_any_way_of_cutting_gives_the_same_digest(data):
         halves = slice(box[dim].start, cut), slice(cut, box[dim].stop)
         boxes += [(*box[:dim], half, *box[dim + 1 :]) for half in halves if half.stop > half.start]
     ranks = data.draw(st.integers(1, 3))
-    acks = [RankAck(rank=r, held=sums(*(held("w", whole, *box) for box in boxes[r::ranks]))) for r in range(ranks)]
+    acks = [ack(r, *(held("w", whole, *box) for box in boxes[r::ranks])) for r in range(ranks)]
     assert ResidentFold().fold(acks).digests == {"w": tensor_digest(whole)}
 
 
 def test_the_same_tables_with_other_sums_give_other_digests(weight):
-    fold, tables = ResidentFold(), {}
+    fold, tables, sent = ResidentFold(), Blobs(), [SentBlobs(), SentBlobs()]
     for step in range(3):
         now, norm = weight + step, weight[0] * step
-        acks = [RankAck(rank=r, held=sums(held("w", now, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)]
-        bodies = [encode(ack, known_tables=tuple(tables)) for ack in acks]
+        acks = [ack(r, held("w", now, slice(4 * r, 4 * r + 4)), held("n", norm)) for r in range(2)]
+        bodies = [encode(one, has) for one, has in zip(acks, sent, strict=True)]
+        for one, has in zip(acks, sent, strict=True):
+            has.add(names_of(one))
         assert all((b"box_offset" in body) == (step == 0) for body in bodies)
         result = fold.fold([decode_rank_ack(body, tables) for body in bodies])
         assert result.digests == {"w": tensor_digest(now), "n": tensor_digest(norm)}
         assert result.broken == ()
-    with pytest.raises(WireError, match="did not come"):
-        decode_rank_ack(encode(acks[0], known_tables=tuple(tables)), {})
-    acks[1].held.totals[1] += 1
-    assert fold.fold(acks).broken == ("n",)
+    with pytest.raises(UnknownBlob, match="table of parts"):
+        decode_rank_ack(encode(acks[0], sent[0]), Blobs())
+    wrong = ack(1, held("w", now, slice(4, 8)), held("n", norm + 1))
+    assert fold.fold([acks[0], wrong]).broken == ("n",)
 
 
 def test_ranks_that_may_be_at_fault_are_named_where_not_all_may_be(weight):
     def ranks(*parts: tuple[tuple[str, torch.Tensor, slice], ...]) -> list[RankAck]:
-        return [RankAck(rank=rank, held=sums(*(held(*part) for part in own))) for rank, own in enumerate(parts)]
+        return [ack(rank, *(held(*part) for part in own)) for rank, own in enumerate(parts)]
 
     top, bottom, flipped = slice(0, 4), slice(4, 8), weight.clone()
     flipped[0, 0] += 1

@@ -25,6 +25,7 @@ from weightcast.wire.bucket_sources import BucketPart, ExchangeSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Join, Open, Owner
 from weightcast.wire.pieces import WantedBox, encode_wanted
+from weightcast.wire.plans import UpdateTables
 
 CPU = torch.device("cpu")
 SESSION = Open(
@@ -35,7 +36,7 @@ SESSION = Open(
     lease_s=1.0,
     pause="abort",
     verify="received",
-    specs=(),
+    plan=UpdateTables((), ()),
 )
 TOKEN = "ab" * 16
 MEETS_S = 300.0

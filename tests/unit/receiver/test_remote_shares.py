@@ -21,10 +21,10 @@ from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.update.packs import Packs
 from weightcast.wire.answers import RankAck
+from weightcast.wire.blobs import hash_of
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import BucketPart, Pack, RemoteBuffer
 from weightcast.wire.pieces import decode_wanted, encode_wanted
-from weightcast.wire.plans import hash_of
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())]
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
             for counts, kept, own in zip(asked, kept_bytes, wanted, strict=True):
                 gaps = 16 * sum(len(boxes) for boxes in decode_wanted(own).values()) * len(trainers) * len(layouts)
                 assert sum(counts) <= kept + (gaps if own in kinds else 0)
-            written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
+            written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
             for model, loader in zip(models, loaders, strict=True):
                 assert loader.missing(specs) == []
                 loader.commit()

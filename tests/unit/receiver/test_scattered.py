@@ -101,7 +101,7 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
             buckets, parts = filled(layout, values, case)
             for loader in loaders:
                 load_parts(loader, buckets, parts)
-        written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
+        written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
         for model, loader in zip(models, loaders, strict=True):
             assert loader.missing(specs) == []
             loader.commit()

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable
 from multiprocessing import Pipe
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from weightcast.receiver.rank_connections import serve_messages
 from weightcast.receiver.recorder import record_routes
 from weightcast.receiver.staging import StagingSet
 from weightcast.wire.answers import RankAck
-from weightcast.wire.codec import encode
+from weightcast.wire.codec import decode_rank_ack, encode
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Leave, Message, Readback
 
@@ -111,7 +110,7 @@ def test_weights_beside_the_model_are_what_is_kept_and_checked() -> None:
     )
     kept = receiver.apply(Readback())
     assert kept.ok
-    assert [part.spec for part in kept.held.table.parts] == [spec]
+    assert [part.spec for part in kept.held.table] == [spec]
     model.packed[0, 0] = 2
     broken = receiver.apply(Readback())
     assert not broken.ok
@@ -141,12 +140,12 @@ def test_interrupts_overtake_messages(asked: bool) -> None:
     ended: list[bool] = []
     thread = threading.Thread(target=lambda: ended.append(serve_messages(theirs, worker, rank=3)))
     thread.start()
-    ours.send_bytes(b"A\n" + encode(Readback()))
-    ours.send_bytes(b"A\n" + encode(Leave()))
+    ours.send_bytes(b"A" + encode(Readback()))
+    ours.send_bytes(b"A" + encode(Leave()))
     ours.send_bytes(b"I" + b"enough")
     for _ in range(2):
         assert ours.poll(PATIENCE_S)
-        assert msgspec.json.decode(ours.recv_bytes(), type=RankAck) == RankAck(rank=3)
+        assert decode_rank_ack(ours.recv_bytes()) == RankAck(rank=3)
     assert worker.reasons == ["enough"]
     if asked:
         ours.send_bytes(b"C")

@@ -22,7 +22,7 @@ from starlette.types import Message as AsgiMessage
 
 from tests.helpers.models import weights_of
 from tests.helpers.session_bench import Bench, meeting
-from tests.helpers.sessions import Sender
+from tests.helpers.sessions import Sender, announce
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer
 from weightcast.config import Target
@@ -48,7 +48,8 @@ from weightcast.wire.codec import decode, decode_info, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.fields import shown
 from weightcast.wire.layout import MAX_GAP_BYTES, BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import MAX_GROUP, Announce, Leave, Open, Owner, Readback
+from weightcast.wire.messages import MAX_GROUP, Leave, Open, Owner, Readback
+from weightcast.wire.plans import UpdateTables
 
 KEY = "k-0123456789"
 
@@ -187,18 +188,18 @@ def test_body_limit_admits_the_largest_valid_message(monkeypatch):
         TensorSlot(spec=spec, offset_bytes=index << 21, first_row=0, num_rows=1 << 20)
         for index, spec in enumerate(specs)
     )
-    layout = BucketLayout(index=99, slots=slots, size_bytes=2000 << 21)
-    announce = Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))
+    layout = BucketLayout(index=0, slots=slots, size_bytes=2000 << 21)
+    message = announce("0" * 32, layout, BroadcastSource(group="g"))
     sender = Sender(weights_of(1))
-    open_ = msgspec.structs.replace(sender.open, specs=specs)
+    open_ = msgspec.structs.replace(sender.open, plan=UpdateTables(specs, ()))
 
     class Engine:
         def info(self) -> Any:
             return msgspec.structs.replace(_info(), specs=specs)
 
     limit = routes._MessageLimit(Engine())()  # type: ignore[arg-type]
-    assert decode(encode(announce)) == announce
-    assert len(encode(announce)) < limit < 4 * len(encode(announce))
+    assert decode(encode(message)) == message
+    assert len(encode(message)) < limit < 4 * len(encode(message))
     assert len(encode(open_)) < limit
 
 
@@ -229,14 +230,14 @@ def _bucket(*slots: tuple[int, int], size: int, names: str = "abc") -> BucketLay
     ],
 )
 def test_bucket_larger_than_its_tensors_is_refused(layout, word):
-    message = Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))
+    message = announce("0" * 32, layout, BroadcastSource(group="g"))
     with pytest.raises(WireError, match=word):
         decode(encode(message))
 
 
 def test_bucket_with_the_largest_allowed_gap_is_accepted():
     layout = _bucket((MAX_GAP_BYTES, 8), size=2 * MAX_GAP_BYTES + 8)
-    assert decode(encode(Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))))
+    assert decode(encode(announce("0" * 32, layout, BroadcastSource(group="g"))))
 
 
 def _info(**changes: Any) -> EngineInfo:
@@ -343,8 +344,8 @@ def test_other_trainers_cannot_make_an_engine_leave_a_group(made):
     sender = Sender(weights_of(1))
     made.tell(sender.open)
     layout = sender.layouts[0]
-    announce = Announce(session=sender.session, layout=layout, source=BroadcastSource(group="mine"))
-    assert not made.engine.apply(announce).ok  # no rank has joined, but the name belongs to this session now
+    message = announce(sender.session, layout, BroadcastSource(group="mine"))
+    assert not made.engine.apply(message).ok  # no rank has joined, but the name belongs to this session now
     assert "uses the group mine" in made.refuse(Leave(group="mine"))
     made.tell(Leave(group="theirs"))
     made.tell(sender.abort())

@@ -21,6 +21,7 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.messages import Message, Readback
+from weightcast.wire.plans import UpdateTables
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -58,7 +59,8 @@ def test_an_update(bench, staging, tp_size, pause):
 
 def told_of(sender: Sender, buckets: int) -> Sender:
     """It says at Open how many buckets will come."""
-    sender.open = msgspec.structs.replace(sender.open, bucket_sizes=(8,) * buckets)
+    plan = UpdateTables(sender.open.specs, sender.layouts, (8,) * buckets)
+    sender.open = msgspec.structs.replace(sender.open, plan=plan)
     return sender
 
 
@@ -139,8 +141,8 @@ def test_what_was_not_announced_is_refused(bench):
 
 def _as(sender: Sender, other: Sender, layout) -> Message:
     """Another trainer's bucket under this trainer's session."""
-    announce = other.announce(0, layout=type(layout)(index=0, slots=layout.slots, size_bytes=layout.size_bytes))
-    return type(announce)(session=sender.session, layout=announce.layout, source=announce.source)
+    bucket = other.announce(0, layout=type(layout)(index=0, slots=layout.slots, size_bytes=layout.size_bytes))
+    return msgspec.structs.replace(bucket, session=sender.session)
 
 
 def test_versions_count_up(bench):

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.messages import ANNOUNCE, ANSWERS, OPEN, changed
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
+from weightcast.wire.bucket_sources import BroadcastSource
 from weightcast.wire.codec import decode, decode_info, encode
 from weightcast.wire.engine_info import EngineInfo
 
@@ -35,16 +36,16 @@ def test_specs_of_an_engine_are_decoded_once():
 def test_an_object_in_the_place_of_another_is_not_taken_for_it():
     seen = set()
     for index in range(200):  # each is gone when the next is made, and may get its id
-        layout = msgspec.structs.replace(ANNOUNCE.layout, index=index)
-        seen.add(decode(encode(msgspec.structs.replace(ANNOUNCE, layout=layout))).layout.index)
-    assert seen == set(range(200))
+        source = BroadcastSource(group=f"{index:04}" * 16)
+        seen.add(decode(encode(msgspec.structs.replace(ANNOUNCE, source=source))).source.group)
+    assert len(seen) == 200
 
 
 def test_a_bad_table_is_refused_every_time():
-    bad = changed(ANNOUNCE, layout__slots__0__offset_bytes=1)
+    bad = changed(ANNOUNCE, plan__buckets__0__1__0__1=1)
     for _ in range(3):
         with pytest.raises(WireError, match=r"up\.weight"):
             decode(bad)
     for _ in range(2):
         with pytest.raises(WireError):
-            decode(changed(OPEN, specs=[]))
+            decode(changed(OPEN, plan__specs=[]))

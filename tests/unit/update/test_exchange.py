@@ -267,7 +267,7 @@ def exchange_and_compare(case: dict) -> None:
                 kept_bytes[number] += wanted_bytes(plan.copies)
                 loader.load_scattered([received, *(filled[rank] for rank in near)], plan.copies)
                 num_pieces[number] += sum(len(message.pieces) for message in plan.messages)
-        written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
+        written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
         for number in range(len(loaders)):
             gaps = num_pieces[number] * (pieces.ALIGNMENT_BYTES - 1)
             assert received_bytes[number] <= kept_bytes[number] + gaps

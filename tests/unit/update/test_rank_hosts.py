@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from tests.helpers.roster import SPECS, info, members_of
+from tests.helpers.sessions import announce
 from tests.unit.update.test_mixed_choice import HERE, THERE
-from weightcast.adapters.receiver_messages import announce_of
+from weightcast.adapters.bucket_sources import source_of
 from weightcast.comm.ipc import host_id
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import ConfigError, Refused, TargetRejected
@@ -84,7 +85,7 @@ def test_auto_takes_memory_for_the_ranks_on_the_trainers_host_and_a_broadcast_fo
     assert (choice.transport, choice.receivers, choice.sharings) == ("ipc+broadcast", (0,), {"weightcast"})
     assert (link.plan.near, link.members) == ((1,), (0, 2))
     [handle] = handles_for(link, [Shared(memory=HANDLE)])
-    message = announce_of("0" * 32, LAYOUT, group="g", shared=[handle])
+    message = announce("0" * 32, LAYOUT, source_of([handle], "g"))
     assert isinstance(message.source, ByRankSource)
     assert message.source.of(1) == IpcSource(handles=(HANDLE,))
     assert message.source.of(0) == message.source.of(2) == BroadcastSource(group="g")
@@ -108,7 +109,7 @@ def test_ranks_read_memory_of_their_own_hosts_if_each_has_trainer_ranks() -> Non
     first, second = (handles_for(plan.links[url], buffers) for url in infos)
     assert [(item.memory, item.ranks) for item in first] == [(HANDLE, (0,)), (OTHER, (1,))]
     assert [(item.memory, item.ranks) for item in second] == [(OTHER, (0,))]
-    source = announce_of("0" * 32, LAYOUT, group=None, shared=first).source
+    source = source_of(first)
     assert isinstance(source, ByRankSource)
     assert source.of(1) == IpcSource(handles=(OTHER,))
     with pytest.raises(Refused, match="rank 2 was given neither memory nor a group"):
@@ -140,7 +141,7 @@ def test_direct_gives_each_rank_legs_from_trainer_ranks_on_its_host_and_on_other
         Shared(memory=HANDLE, host="a", legs={"a": (own,), "b": (), "": (own,)}),
         Shared(memory=OTHER, host="b", legs={"a": (other,), "b": (own, other), "": (other,)}),
     ]
-    message = announce_of("0" * 32, LAYOUT, group="g", shared=handles_for(link, buffers))
+    message = announce("0" * 32, LAYOUT, source_of(handles_for(link, buffers), "g"))
     assert decode(encode(message)) == message
     source = message.source
     assert isinstance(source, LegsSource)

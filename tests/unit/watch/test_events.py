@@ -10,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from tests.helpers.sessions import announce
 from tests.helpers.watching import started, tell_session, trainer_events
 from weightcast.config import TransportName
 from weightcast.errors import ConfigError
@@ -38,7 +39,6 @@ from weightcast.wire.bucket_sources import (
     Source,
 )
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce
 
 
 class Heard:
@@ -161,7 +161,7 @@ def test_a_bucket_is_told_with_the_transport_that_sent_it(name, source):
             told.append(answered)
 
     state: Any = SimpleNamespace(state="serving", version=1, message="")
-    message = Announce(session="0" * 32, layout=BucketLayout(index=0, size_bytes=64, slots=()), source=source)
+    message = announce("0" * 32, BucketLayout(index=0, size_bytes=64, slots=()), source)
     SessionEvents([Heard()], state).refused(message, Ack(ok=False), 1.0)
     assert told[-1].transport == name
 

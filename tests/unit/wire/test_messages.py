@@ -20,9 +20,9 @@ from tests.helpers.messages import (
     changed,
 )
 from weightcast.errors import WireError
-from weightcast.runtime.lru import Lru
 from weightcast.wire import codec, messages
 from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.blobs import Blobs, UnknownBlob
 from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import MAX_BYTES, TensorSpec
@@ -55,7 +55,7 @@ BOUNDS = [
     *((OPEN, {"pause": value}) for value in ("", "stop", None, 1)),
     *((OPEN, {"verify": value}) for value in ("all", None)),
     *((OPEN, {"digest": value}) for value in ("md5", None)),
-    *((OPEN, {"specs": value}) for value in ([], None, {}, "x")),
+    *((OPEN, {"plan__specs": value}) for value in ([], None, {}, "x")),
     *((OPEN, {"allow_older": value}) for value in (1, "yes", None)),
     *((OPEN, {"owner__pid": value}) for value in (-1, 2**32 + 1)),
     (OPEN, {"owner__host": "x" * 4097}),
@@ -64,11 +64,12 @@ BOUNDS = [
         (OPEN, {"traceparent": value})
         for value in ("x", TRACEPARENT.upper(), TRACEPARENT + "-1", TRACEPARENT[:-1], None)
     ),
-    (OPEN, {"specs": ...}),
-    *((OPEN, {"specs__0__name": value}) for value in ("", "a b", "a\n", "é", "x" * 513, None)),
-    *((OPEN, {"specs__0__dtype": value}) for value in ("float13", "", None, "Float32")),
-    *((OPEN, {"specs__0__shape": value}) for value in ([-1], [1.5], [1] * 9, [MAX_BYTES + 1], None, ["1"])),
-    (OPEN, {"specs__0__shape": [MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES]}),
+    (OPEN, {"plan__specs": ...}),
+    (OPEN, {"plan": ...}),
+    *((OPEN, {"plan__specs__0__name": value}) for value in ("", "a b", "a\n", "é", "x" * 513, None)),
+    *((OPEN, {"plan__specs__0__dtype": value}) for value in ("float13", "", None, "Float32")),
+    *((OPEN, {"plan__specs__0__shape": value}) for value in ([-1], [1.5], [1] * 9, [MAX_BYTES + 1], None, ["1"])),
+    (OPEN, {"plan__specs__0__shape": [MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES]}),
     *((JOIN, {"session": value}) for value in ("0" * 31, "G" * 32, None)),
     *((JOIN, {"port": value}) for value in (0, -1, 65536, "80")),
     *((JOIN, {"group": value}) for value in ("", "a b", "x" * 65, "a/b", "g\n")),
@@ -77,17 +78,21 @@ BOUNDS = [
     *((JOIN, {"world_size": value}) for value in (0, 1, 2**14 + 1)),
     *((JOIN, {"first_rank": value}) for value in (-1, 0, 2**14)),
     (JOIN, {"token": "short"}),
-    (ANNOUNCE, {"layout__slots": []}),
-    (ANNOUNCE, {"layout__index": -1}),
-    (ANNOUNCE, {"layout__size_bytes": 259}),
-    (ANNOUNCE, {"layout__size_bytes": MAX_BYTES + 1}),
-    (ANNOUNCE, {"layout__slots__0__offset_bytes": 1}),
-    (ANNOUNCE, {"layout__slots__0__offset_bytes": -2}),
-    (ANNOUNCE, {"layout__slots__0__num_rows": 5}),
-    (ANNOUNCE, {"layout__slots__0__first_row": 4}),
-    (ANNOUNCE, {"layout__slots__1__offset_bytes": 20}),
-    (ANNOUNCE, {"layout__slots__1__offset_bytes": 300}),
-    (ANNOUNCE, {"layout__slots__0__num_rows": 2**60}),
+    (ANNOUNCE, {"plan__buckets__0__1": []}),
+    *((ANNOUNCE, {"bucket": value}) for value in (-1, 1, 2**20, None, "0")),
+    *((ANNOUNCE, {"following": value}) for value in (-1, 1, 64)),
+    (ANNOUNCE, {"plan__buckets__0__0": 259}),
+    (ANNOUNCE, {"plan__buckets__0__0": MAX_BYTES + 1}),
+    (ANNOUNCE, {"plan__buckets__0__1__0__0": 2}),
+    (ANNOUNCE, {"plan__buckets__0__1__0__1": 1}),
+    (ANNOUNCE, {"plan__buckets__0__1__0__1": -2}),
+    (ANNOUNCE, {"plan__buckets__0__1__0__3": 5}),
+    (ANNOUNCE, {"plan__buckets__0__1__0__2": 4}),
+    (ANNOUNCE, {"plan__buckets__0__1__1__1": 20}),
+    (ANNOUNCE, {"plan__buckets__0__1__1__1": 300}),
+    (ANNOUNCE, {"plan__buckets__0__1__0__3": 2**60}),
+    *((ANNOUNCE, {"plan": value}) for value in (..., "", "0" * 31, "G" * 32, 7, [])),
+    (ANNOUNCE, {"tables": [[]]}),
     *((ANNOUNCE, {"source": value}) for value in ({"type": "carrier"}, {}, None, "ipc", {"type": "broadcast"})),
     (ANNOUNCE, {"source__handles": []}),
     (ANNOUNCE, {"source__handles__0__kind": "rdma"}),
@@ -118,7 +123,7 @@ def test_unknown_fields_and_tags_are_refused(name):
         with pytest.raises(WireError):
             decode(changed(message, **extra))
     if name.startswith("announce"):
-        for path in ("layout__surprise", "layout__slots__0__surprise", "source__surprise"):
+        for path in ("plan__surprise", "plan__specs__0__surprise", "source__surprise"):
             with pytest.raises(WireError):
                 decode(changed(message, **{path: 1}))
 
@@ -146,7 +151,7 @@ def test_the_error_names_the_field():
     with pytest.raises(WireError, match="port"):
         decode(changed(JOIN, port=0))
     with pytest.raises(WireError, match=r"up\.weight"):
-        decode(changed(ANNOUNCE, layout__slots__0__offset_bytes=1))
+        decode(changed(ANNOUNCE, plan__buckets__0__1__0__1=1))
 
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -215,8 +220,7 @@ def test_malformed_answer_is_refused(data):
 
 
 def test_an_older_engine_would_refuse_what_open_says_now_so_the_protocol_tells_them_apart():
-    told = {name: value for name, value in json.loads(encode(OPEN)).items() if name != "traceparent"}
-    assert decode(json.dumps(told).encode()) == OPEN  # what an older trainer sends is understood
+    assert decode(changed(OPEN, traceparent=...)) == OPEN  # what an older trainer sends is understood
     assert messages.PROTOCOL == 10
 
 
@@ -250,21 +254,19 @@ def test_specs_that_the_other_end_has_are_left_out_of_a_description():
     info = description()
     whole = encode(info)
     first = decode_info(whole)
-    short = encode(info, known_specs=codec.specs_hash(first))
+    short = encode(info, (codec.specs_name(first),))
     assert first == info
     assert b'"name"' in whole
     assert b'"name"' not in short
     again = decode_info(short)
     assert again == info
     assert again.specs is first.specs
-    assert encode(info, known_specs="0" * 32) == whole
-    assert codec.specs_hash(description()) == ""  # it was not decoded here
+    assert encode(info, ("0" * 32,)) == whole
 
 
 def test_a_description_without_specs_that_this_process_has_is_refused(monkeypatch):
     info = decode_info(encode(description()))
-    short = encode(info, known_specs=codec.specs_hash(info))
-    monkeypatch.setattr(codec, "_known_specs", Lru(1 << 20))
-    assert codec.specs_hash(info) == ""
-    with pytest.raises(WireError, match="specs are missing"):
+    short = encode(info, (codec.specs_name(info),))
+    monkeypatch.setattr(codec, "KEPT", Blobs())
+    with pytest.raises(UnknownBlob, match="table of specs"):
         decode_info(short)

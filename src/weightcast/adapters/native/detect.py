@@ -12,7 +12,7 @@ from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Adapter, Kind, LoadMetrics
 from weightcast.wire.adapters import ADAPTERS, KIND, AdapterRequest, adapter_path
-from weightcast.wire.codec import decode_info, specs_hash
+from weightcast.wire.codec import decode_info, specs_name
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import PROTOCOL
 
@@ -38,7 +38,7 @@ class NativeKind(Kind):
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
         known = self._infos.pop(url, None)
-        table = specs_hash(known) if known is not None else ""
+        table = specs_name(known) if known is not None else ""
         info = None
         while info is None:
             try:

@@ -19,10 +19,12 @@ from weightcast.errors import TargetRejected, WeightcastError
 from weightcast.lab.conformance.engine import EngineUnderTest
 from weightcast.lab.conformance.result import Failed, NotApplicable, need
 from weightcast.lab.conformance.session import RawSession
+from weightcast.wire.blobs import hash_of
 from weightcast.wire.codec import encode
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Close, Commit, Revert
 
+_FIELDS = {"parts", "plan", "source", "sources", "specs"}  # with tables
 _CLIENT_ERRORS = range(400, 500)
 _SHORT_LEASE_S = 1.0
 _MOST_BYTES = 8 << 20  # what the receiver accepts of a message, beside four times its table of tensors
@@ -205,19 +207,19 @@ def asks_for_its_key(engine: EngineUnderTest) -> str:
 def _malformed(engine: EngineUnderTest) -> Iterator[tuple[str, str, bytes]]:
     """Yields what is wrong, the route and the body."""
     with RawSession(engine, "B") as session:
-        good: dict[str, Any] = json.loads(encode(session.open_message))
-        announce: dict[str, Any] = json.loads(encode(session.announcement(0)))
+        good = with_tables(encode(session.open_message))
+        announce = with_tables(encode(session.announcement(0)))
     apply, open_ = "/weightcast/apply", "/weightcast/open"
     for path in (apply, open_):
         yield "an empty body", path, b""
         yield "no JSON", path, b"\x00\xff\xfe weights"
-        yield "half of a message", path, json.dumps(good).encode()[:-7]
+        yield "half of a message", path, with_names(good)[:-7]
         yield "a list", path, b"[]"
         yield "a number", path, b"7"
         yield "very deep JSON", path, b"[" * 100_000
         yield "an unknown type", path, b'{"type": "steal", "session": "' + b"0" * 32 + b'"}'
         yield "too many bytes", path, b" " * (_MOST_BYTES + 5 * len(encode(session.open_message)) + 1)
-    yield "an Open", apply, json.dumps(good).encode()
+    yield "an Open", apply, with_names(good)
     yield "an Abort", open_, encode(Abort(session="0" * 32))
     changes: dict[str, dict[str, Any]] = {
         "an unknown field": {"surprise": 1},
@@ -229,25 +231,60 @@ def _malformed(engine: EngineUnderTest) -> Iterator[tuple[str, str, bytes]]:
         "no deadline": {"timeout_s": 0},
         "an unknown pause mode": {"pause": "freeze"},
         "an unknown proof": {"verify": "promised"},
+        "a negative bucket": {"bucket": -1},
+        "a plan by another name": {"plan": "0" * 32},
+        "a table that it does not name": {"tables": [[]]},
+    }
+    plan: dict[str, Any] = good["plan"]
+    spec, (size_bytes, slots) = plan["specs"][0], plan["buckets"][0]
+    plans: dict[str, dict[str, Any]] = {
         "no tensors": {"specs": []},
-        "a tensor of an unknown dtype": {"specs": [{**good["specs"][0], "dtype": "complex64"}]},
-        "a tensor of negative size": {"specs": [{**good["specs"][0], "shape": [-1]}]},
-        "control characters in a name": {"specs": [{**good["specs"][0], "name": "a\nb"}]},
+        "a tensor of an unknown dtype": {"specs": [{**spec, "dtype": "complex64"}]},
+        "a tensor of negative size": {"specs": [{**spec, "shape": [-1]}]},
+        "control characters in a name": {"specs": [{**spec, "name": "a\nb"}]},
+        "a bucket smaller than its tensors": {"buckets": [[1, slots]]},
+        "overlapping tensors": {"buckets": [[size_bytes, [slots[0], slots[0]]]]},
     }
+    for what, change in plans.items():
+        yield what, open_, with_names(good | {"plan": plan | change})
     for what, change in changes.items():
-        yield what, open_, json.dumps(good | change).encode()
-    for missing in ("session", "version", "specs", "owner"):
+        yield what, open_, with_names(good | change)
+    for missing in ("session", "version", "plan", "owner"):
         body = {name: value for name, value in good.items() if name != missing}
-        yield f"an Open without {missing}", open_, json.dumps(body).encode()
-    layout = announce["layout"]
-    layouts: dict[str, dict[str, Any]] = {
-        "a bucket smaller than its tensors": {"size_bytes": 1},
-        "a negative index": {"index": -1},
-        "overlapping tensors": {"slots": [layout["slots"][0], layout["slots"][0]]},
-    }
-    for what, change in layouts.items():
-        yield what, apply, json.dumps(announce | {"layout": layout | change}).encode()
-    yield "a bucket without a source", apply, json.dumps(announce | {"source": {"type": "ipc", "handles": []}}).encode()
+        yield f"an Open without {missing}", open_, with_names(body)
+    yield "a bucket that the plan does not have", apply, with_names(announce | {"bucket": len(plan["buckets"])})
+    yield "a bucket without a source", apply, with_names(announce | {"source": {"type": "ipc", "handles": []}})
+
+
+class _RawTables(msgspec.Struct):
+    tables: list[msgspec.Raw] = []
+
+
+def with_tables(data: bytes) -> dict[str, Any]:
+    """Returns a message in JSON with its tables in the place of their names; ``with_names`` is the reverse."""
+    raws = map(bytes, msgspec.json.decode(data, type=_RawTables).tables)
+    tables = {hash_of(raw): json.loads(raw) for raw in raws}
+    message: dict[str, Any] = json.loads(data)
+    message.pop("tables", None)
+    for field in sorted(_FIELDS & message.keys()):
+        value = message[field]
+        message[field] = [tables[name] for name in value] if isinstance(value, list) else tables[value]
+    return message
+
+
+def with_names(message: dict[str, Any]) -> bytes:
+    """Encodes a message whose tables may be damaged.  A table that is a string already stays in its place."""
+    message, tables = dict(message), list(message.get("tables", ()))
+    for field in sorted(_FIELDS & message.keys()):
+        many = field == "sources" and isinstance(message[field], list)
+        names: list[Any] = []
+        for value in message[field] if many else [message[field]]:
+            if not isinstance(value, str):
+                tables.append(value)
+                value = hash_of(json.dumps(value).encode())
+            names.append(value)
+        message[field] = names if many else names[0]
+    return json.dumps(message | {"tables": tables} if tables else message).encode()
 
 
 def _refused(what: str, send: Callable[[], object]) -> str:

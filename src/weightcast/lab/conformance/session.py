@@ -24,6 +24,7 @@ from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.layout import plan_buckets
 from weightcast.wire.messages import Abort, Announce, Close, Commit, Message, Open, Owner, Revert
+from weightcast.wire.plans import UpdateTables
 
 
 class RawSession:
@@ -63,7 +64,7 @@ class RawSession:
             lease_s=4 * engine.settings.timeout_s,
             pause="abort",
             verify="resident",
-            specs=tuple(self._exporter.specs()),
+            plan=UpdateTables(tuple(self._exporter.specs()), layouts),
         )
         self.open_message = msgspec.structs.replace(message, **changes)
         self._received: dict[str, str] = {}
@@ -103,7 +104,8 @@ class RawSession:
         """Fills the buffer with a bucket and returns the message about it."""
         bucket = self._buckets[index]
         bucket.fill(self._buffer.data)
-        return Announce(session=self.session, layout=bucket.layout, source=IpcSource(handles=(self._buffer.handle(),)))
+        source = IpcSource(handles=(self._buffer.handle(),))
+        return Announce(session=self.session, plan=self.open_message.plan, bucket=index, source=source)
 
     def transfer(self, *, buckets: int | None = None) -> None:
         """Sends the first buckets, or all."""

@@ -28,6 +28,7 @@ from weightcast.receiver.session import SessionHandler
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Abort, Announce, Message, Open, Owner
+from weightcast.wire.plans import UpdateTables
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
@@ -96,6 +97,7 @@ class LiveWeights:
 
     def _write(self, named: NamedTensorList) -> None:
         layout = _lay_out(named)
+        plan = UpdateTables(tuple(self._specs.values()), (layout,))
         session = secrets.token_hex(16)
         opening = Open(
             session=session,
@@ -105,13 +107,13 @@ class LiveWeights:
             lease_s=_LOAD_S,
             pause="abort",
             verify="none",
-            specs=tuple(self._specs.values()),
+            plan=plan,
         )
         buffer = SharedBuffer(max(layout.size_bytes, 1), _CPU)
         try:
             for slot, (_, tensor) in zip(layout.slots, named, strict=True):
                 buffer.data[slot.offset_bytes : slot.end_bytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-            bucket = Announce(session=session, layout=layout, source=IpcSource(handles=(buffer.handle(),)))
+            bucket = Announce(session=session, plan=plan, bucket=0, source=IpcSource(handles=(buffer.handle(),)))
             with self._receiver.between_updates():
                 self._tell(opening)
                 try:

@@ -26,6 +26,7 @@ from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec, plan_buckets
 from weightcast.wire.messages import Commit, Join, Open, Owner
+from weightcast.wire.plans import UpdateTables
 
 URL = "http://127.0.0.1:30000"
 SERVER = {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu", "random_seed": 7}
@@ -70,7 +71,7 @@ def opening(**changes: Any) -> Open:
         version=13,
         timeout_s=30.0,
         lease_s=90.0,
-        specs=(SPEC,),
+        plan=UpdateTables((SPEC,), ()),
         **fields,
     )
 

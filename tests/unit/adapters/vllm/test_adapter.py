@@ -23,6 +23,7 @@ from weightcast.runtime.deadline import Deadline
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, plan_buckets
 from weightcast.wire.messages import Close, Commit, Open, Owner
+from weightcast.wire.plans import UpdateTables
 
 SESSION = "0" * 32
 SPECS = (TensorSpec(name="w", dtype="float32", shape=(4, 4)),)
@@ -85,7 +86,7 @@ def opening(*, pause: PauseMode = "abort") -> Open:
         lease_s=5.0,
         pause=pause,
         verify="resident",
-        specs=SPECS,
+        plan=UpdateTables(tuple(SPECS), ()),
     )
 
 

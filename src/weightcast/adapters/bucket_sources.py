@@ -1,4 +1,4 @@
-"""Messages for engines that read the wire of our receiver, in whatever request each engine carries them."""
+"""The source of a bucket, as engines with our receiver are told it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from weightcast.wire.bucket_sources import (
     RemoteBuffer,
     RemoteSource,
     ScatteredSource,
+    Source,
 )
-from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce
 
 _KEPT_BYTES = 64 << 20
 _PART_BYTES = 512
@@ -33,25 +32,21 @@ _Parted = ScatteredSource | RemoteSource | MappedSource
 _kept: Lru[tuple[object, ...], tuple[tuple[Shared, ...], _Parted]] = Lru(_KEPT_BYTES)
 
 
-def announce_of(
-    session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared], plan: str = ""
-) -> Announce:
-    """Returns the message that announces a bucket.
+def source_of(shared: Sequence[Shared], group: str | None = None) -> Source:
+    """Returns the source of a bucket.
 
     It is broadcast in ``group``, else read through its handles.  With handles for some ranks, the others take part in
-    the broadcast.  ``plan`` is the hash of the plan that the engine has the layout from; empty if the
-    message must have it.
+    the broadcast.
     """
     if any(item.leg for item in shared):
-        return Announce(session=session, layout=layout, source=_legs(shared, group), plan=plan)
+        return _legs(shared, group)
     if any(item.ranks for item in shared):
-        source = ByRankSource(near=_by_host(shared), group=group)
-        return Announce(session=session, layout=layout, source=source, plan=plan)
-    if group is None and any(item.mapped or item.parts for item in shared):
-        return Announce(session=session, layout=layout, source=_parted(shared), plan=plan)
-    handles = tuple(item.memory for item in shared if item.memory is not None)
-    source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
-    return Announce(session=session, layout=layout, source=source, plan=plan)
+        return ByRankSource(near=_by_host(shared), group=group)
+    if group is not None:
+        return BroadcastSource(group=group)
+    if any(item.mapped or item.parts for item in shared):
+        return _parted(shared)
+    return IpcSource(handles=tuple(item.memory for item in shared if item.memory is not None))
 
 
 def _by_host(shared: Sequence[Shared]) -> tuple[RanksMemory, ...]:
