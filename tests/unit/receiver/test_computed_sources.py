@@ -149,9 +149,13 @@ class Engine:
         return [self.tell(message) for message in sender.transfer()][-1]
 
     def update(self, seed: int, **changes: object) -> Ack:
+        return self.switched(seed, **changes)[1]
+
+    def switched(self, seed: int, **changes: object) -> tuple[Sender, Ack]:
+        """The sender of an update, and the answer to its commit."""
         sender = Sender(weights_of(seed), version=seed, **changes)
         self.send(sender)
-        return self.tell(sender.commit(proven=changes.get("verify", "resident") == "resident"))
+        return sender, self.tell(sender.commit(proven=changes.get("verify", "resident") == "resident"))
 
     def digests(self) -> dict[str, str]:
         return self.tell(Readback()).resident
@@ -326,9 +330,7 @@ def test_the_way_back_is_proven_too(engine, place, keep_storage, first):
     if first:
         made.update(first)
     before = made.digests()
-    sender = Sender(weights_of(2), version=2)
-    made.send(sender)
-    made.tell(sender.commit(proven=True))
+    sender, _ = made.switched(2)
     assert made.keeps(2)
     ack = made.tell(Revert(session=sender.session, reason="test"))
     assert (ack.version, made.keeps(first)) == (first, True)
@@ -341,9 +343,7 @@ def test_the_way_back_is_proven_too(engine, place, keep_storage, first):
 def test_the_way_back_finds_a_computed_tensor_that_was_damaged_meanwhile(engine):
     made = engine()
     made.update(1)
-    sender = Sender(weights_of(2), version=2)
-    made.send(sender)
-    made.tell(sender.commit(proven=True))
+    sender, _ = made.switched(2)
     staging = made.ranks.receivers[0].loader.staging
     staging.target("dt")[3] += 1  # the old version, which waits
     ack = made.handler.apply(Revert(session=sender.session, reason="test"))
