@@ -67,12 +67,12 @@ class Target:
             self.counts["sessions"] += 1
         elif engine.state == "updating" and self.counts["inputs"] % 50 == 0:
             # A session that an input has opened sees some more inputs, and ends.
-            session = engine._session
+            session = engine._steps.session
             assert session is not None
             engine.lease_lost(session.open.session)
 
     def end_session(self) -> None:
         """Closes the session that an input may have opened, which is the only change allowed."""
-        session = self.bench.engine._session
+        session = self.bench.engine._steps.session
         if session is not None:
             self.bench.engine.lease_lost(session.open.session)

@@ -94,13 +94,14 @@ class Bench:
         tp_size: int = 1,
         keep_storage: bool = False,
         watchers: Sequence[SessionWatcher] = (),
+        ranks: type[Ranks] = Ranks,
     ) -> None:
         self.models = [FusedModel(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
         weights = weights_of(0)
         with torch.no_grad():
             for model in self.models:
                 model.load_weights(weights.items())
-        self.ranks = Ranks(
+        self.ranks = ranks(
             [
                 WeightReceiver(
                     model,

@@ -121,6 +121,14 @@ class EngineState:
         """The engine's message about its state, with the memory that sleeps."""
         return "; ".join(filter(None, (self.message or self.facts.note, self.asleep)))
 
+    def held_back(self) -> str:
+        """Says why an engine with new weights answers no request; empty if it does."""
+        if asleep := self.asleep:
+            return f"{asleep}; it has the new weights, and answers no request until all its memory is awake"
+        if not self.hooks.paused:
+            return ""
+        return "it was paused before this update and still is: it answers no request until it is resumed"
+
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:
         """An answer to the trainer, with the state that is left."""
         return Ack(ok=ok, state=self.state, version=self.version, ranks=self._tp_size, **fields)

@@ -17,7 +17,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import Refused
 from weightcast.plugins.engine_server import EngineServer, SleepGuard
 from weightcast.plugins.pause_state import PauseState, ServerHooks
-from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.engine_state import EngineFacts, EngineState
 from weightcast.wire.engine_info import RankInfo
 
 FACTS = EngineFacts(
@@ -67,10 +67,11 @@ def test_a_server_answers_503_before_its_start_and_tells_afterwards_what_sleeps(
             for path in ("info", "status"):
                 told = client.get(f"/weightcast/{path}", headers=KEY).json()
                 assert (told["message"], told["paused"]) == ("2 engines; asleep: kv_cache, weights", True)
-            assert sessions.held_back().startswith("asleep: kv_cache, weights; it has the new weights")
+            state = EngineState(hooks, FACTS, version=0, tp_size=1)
+            assert state.held_back().startswith("asleep: kv_cache, weights; it has the new weights")
             hooks.woke(["weights", "kv_cache"])
             assert client.get("/weightcast/info", headers=KEY).json()["message"] == "2 engines"
-            assert sessions.held_back() == ""
+            assert state.held_back() == ""
             assert hooks._loop is not None
         finally:
             sessions.close()

@@ -3,7 +3,7 @@ order, ranks that die in the middle of them, leases that end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.helpers.models import specs_of, weights_of
-from tests.helpers.session_bench import Bench, meeting
+from tests.helpers.session_bench import Bench, Ranks, meeting
 from tests.helpers.session_model import Crash, EngineModel
 from tests.helpers.sessions import Sender
 from tests.helpers.torn import tear
 from weightcast.config import VerifyLevel
 from weightcast.errors import EngineFailure
 from weightcast.receiver.engine_state import EngineState
-from weightcast.receiver.session import SessionHandler
+from weightcast.receiver.session_steps import SessionSteps
 from weightcast.receiver.staging import StagingPlace
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import Packing, plan_buckets
@@ -29,34 +29,19 @@ from weightcast.wire.plans import UpdateTables
 BUCKET_BYTES = 1000
 
 
-class Mortal:
-    """Ranks in this process; the last may die over a message, before anybody did anything or after the others had."""
+class Mortal(Ranks):
+    """Ranks of which the last may die over a message, before anybody did anything or after the others had."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._ranks = bench.ranks
-        self.tp_size = bench.ranks.tp_size
-        self.crash: Crash = ""
+    crash: Crash = ""
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         crash, self.crash = self.crash, ""
         if not crash:
-            return self._ranks.apply(message, timeout_s=timeout_s)
+            return super().apply(message, timeout_s=timeout_s)
         if crash == "late":
-            for receiver in self._ranks.receivers[:-1]:
+            for receiver in self.receivers[:-1]:
                 receiver.apply(message)
         raise EngineFailure("the last rank was killed", ranks=[self.tp_size - 1])
-
-    def run(self, command: bytes) -> bytes:
-        return command
-
-    def interrupt(self, reason: str) -> None:
-        self._ranks.interrupt(reason)
-
-    def pids(self) -> Sequence[int]:
-        return self._ranks.pids()
-
-    def close(self) -> None:
-        pass
 
 
 class Sessions(RuleBasedStateMachine):
@@ -67,9 +52,7 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(staging=self.staging, tp_size=self.tp_size)
-        self.mortal = Mortal(self.bench)
-        self.bench.engine.executor = self.mortal
+        self.bench = Bench(staging=self.staging, tp_size=self.tp_size, ranks=Mortal)
         self.senders = [Sender(weights_of(1), version=1, bucket_bytes=BUCKET_BYTES)]
         self.buckets = len(self.senders[0].layouts)
         self.model = EngineModel(staged=self.staging != "none", buckets=self.buckets)
@@ -82,10 +65,10 @@ class Sessions(RuleBasedStateMachine):
 
     def tell(self, message: Message, after: tuple[EngineModel, bool], crash: Crash = "") -> None:
         """The engine's answer and the model's."""
-        self.mortal.crash = crash
+        self.bench.ranks.crash = crash
         ack = self.bench.engine.apply(message)
         # Who was refused by the engine itself never came to a rank, and none died.
-        self.mortal.crash = ""
+        self.bench.ranks.crash = ""
         self.model, good = after
         assert ack.ok == good, (message, ack.error)
         assert ack.ok or ack.error
@@ -269,7 +252,7 @@ def test_the_engine_does_what_the_model_does(machine):
     run_state_machine_as_test(machine, settings=limits)
 
 
-def _no_check(engine: SessionHandler, message: Message) -> None:
+def _no_check(engine: SessionSteps, message: Message) -> None:
     return
 
 
@@ -277,16 +260,16 @@ def _no_quarantine(engine: EngineState, why: str) -> None:
     engine.state = "serving"
 
 
-def _stays_paused(engine: SessionHandler, session: object) -> float:
+def _stays_paused(engine: SessionSteps, session: object) -> float:
     return 0.0
 
 
 @pytest.mark.parametrize(
     ("part", "name", "wrong"),
     [
-        (SessionHandler, "_check", _no_check),
+        (SessionSteps, "check", _no_check),
         (EngineState, "quarantine", _no_quarantine),
-        (SessionHandler, "_resume", _stays_paused),
+        (SessionSteps, "_resume", _stays_paused),
     ],
 )
 def test_an_engine_that_is_wrong_is_found(monkeypatch, part: type, name: str, wrong: Callable[..., object]):

@@ -97,7 +97,7 @@ def test_a_tensor_that_one_rank_received_otherwise_is_told(bench, name, mismatch
                 sender.buffer.data[slot.end_bytes - 1] ^= 1
         acks.append(made.ranks.receivers[1].apply(announce))
         assert all(ack.ok for ack in acks)
-    made.engine._session.buckets = len(sender.layouts)  # handed round by hand, one rank after the other
+    made.engine._steps.session.buckets = len(sender.layouts)  # handed round by hand, one rank after the other
     ack = made.tell(sender.close())
     assert unequal(received, ack.received) == [name]
     assert ack.mismatched == ((name,) if mismatched else ())

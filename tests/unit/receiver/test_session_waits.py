@@ -11,7 +11,7 @@ from tests.helpers.clock import PATIENCE_S
 from tests.helpers.models import weights_of
 from tests.helpers.session_bench import Bench, in_thread, meeting
 from tests.helpers.sessions import Sender
-from weightcast.receiver import session as module
+from weightcast.receiver import session_steps
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.messages import Leave, Message
 
@@ -33,7 +33,7 @@ def test_a_group_that_failed_is_told_from_a_rank_that_did(bench):
 
 
 def test_a_meeting_without_a_session_ends_soon(bench, monkeypatch):
-    monkeypatch.setattr(module, "_UNOWNED_JOIN_S", 0.2)
+    monkeypatch.setattr(session_steps, "_UNOWNED_JOIN_S", 0.2)
     made = bench()
     assert made.engine.apply(meeting(timeout_s=80000.0)).cause == "group"
     made.update(1)
@@ -76,7 +76,7 @@ def test_a_new_trainer_need_not_wait_until_the_old_ones_end_is_over(bench):
     old, new = Sender(weights_of(1), version=1), Sender(weights_of(2), version=2)
     made.tell(old.open)
     made.tell(old.announce(0))
-    made.engine._session.ending = "the trainer's connection was lost"  # its abort is on the way
+    made.engine._steps.session.ending = "the trainer's connection was lost"  # its abort is on the way
     made.tell(new.open)
     assert made.engine.holds(new.session)
     made.engine.lease_lost(old.session)
