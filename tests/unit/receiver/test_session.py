@@ -15,8 +15,8 @@ from tests.helpers.models import FusedModel, differing, specs_of, state, weights
 from tests.helpers.session_bench import Hooks, Ranks, in_thread
 from tests.helpers.sessions import Sender
 from weightcast.digest.definition import model_digest, tensor_digest
-from weightcast.receiver import WeightReceiver
-from weightcast.receiver import session as module
+from weightcast.receiver import WeightReceiver, session_steps
+from weightcast.receiver import session as session_module
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.engine_info import RankInfo
@@ -213,7 +213,7 @@ def test_an_abort(bench, staging, after):
 def test_a_session_ends_by_itself_when_nothing_is_heard(bench):
     made = bench()
     sender = Sender(weights_of(1), version=1, lease_s=60.0)
-    with Clock().within(module) as clock:
+    with Clock().within(session_module, session_steps) as clock:
         made.tell(sender.open)
         for index in range(4):
             clock.move(40.0)
