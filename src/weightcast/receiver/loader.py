@@ -15,14 +15,14 @@ from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure, some
 from weightcast.receiver.arrivals import Arrivals, rows_of
+from weightcast.receiver.bucket_copier import BucketCopier
+from weightcast.receiver.bucket_copies import BucketCopies, LoadPlan, ShareRoutes
 from weightcast.receiver.computed_sources import ComputedSources
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
-from weightcast.receiver.scattered_copier import ScatteredCopier
-from weightcast.receiver.scattered_plan import LoadPlan, ScatteredPlan, ShareRoutes
 from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
@@ -107,7 +107,7 @@ class Loader:
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self.plan = LoadPlan()
-        self.scattered = ScatteredCopier(self.expected, ShareRoutes.of(self.routes, self.computing.parts))
+        self.copier = BucketCopier(self.expected, ShareRoutes.of(self.routes, self.computing.parts))
         self._copies: Mapping[str, str] = {}
         # The parts of ``written``, for those of the routes.
         self._parts: tuple[HeldTable, HeldTable] | None = None
@@ -139,7 +139,7 @@ class Loader:
     def copies(self, copies: Mapping[str, str]) -> None:
         self._copies = copies
         compared = [self.expected[name] for name in dict.fromkeys((*copies, *copies.values()))]
-        self.scattered.routes = ShareRoutes.of(self.routes, self.computing.parts, compared)
+        self.copier.routes = ShareRoutes.of(self.routes, self.computing.parts, compared)
 
     @property
     def held_bytes(self) -> int:
@@ -218,7 +218,7 @@ class Loader:
         self.computing.begin(proves=proves)
         self._fetched = None
         self.touched = False
-        self.scattered.begin()
+        self.copier.begin()
 
     def prepare(self, message: Prepare) -> HeldSums:
         """Works out what the updates to come need to know, from their plan.  Writes no weights.
@@ -231,13 +231,13 @@ class Loader:
         layouts, told = message.plan.layouts, message.plan.parts
         for number, layout in enumerate(layouts):
             if message.way == "buckets":
-                whole = self.scattered.plan_whole(layout)
-                self.scattered.prepare(whole, [layout.size_bytes], self._device, self.staging)
+                whole = self.copier.plan_whole(layout)
+                self.copier.prepare(whole, [layout.size_bytes], self._device, self.staging)
             elif told:
                 # Of the parts that ranks read, the source names those ranks that have any.
                 parts = tuple(filter(None, told[number])) if message.way == "reads" else told[number]
-                exchange = self.scattered.plan_exchange(layout, parts, read=message.way == "reads")
-                self.scattered.prepare(exchange.copies, [exchange.size_bytes], self._device, self.staging)
+                exchange = self.copier.plan_exchange(layout, parts, read=message.way == "reads")
+                self.copier.prepare(exchange.copies, [exchange.size_bytes], self._device, self.staging)
         self._arrivals.prepare(list(map(self._rows, layouts)), message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
@@ -247,14 +247,14 @@ class Loader:
 
     def place(self, bucket: Bucket) -> None:
         """Works out the launches for a bucket that will come in this memory."""
-        self.scattered.place([bucket.data], self.scattered.plan_whole(bucket.layout), self.staging)
+        self.copier.place([bucket.data], self.copier.plan_whole(bucket.layout), self.staging)
 
     def load(self, bucket: Bucket, *, summed: bool = True) -> None:
-        """As ``load_scattered``, out of a buffer with the whole bucket."""
-        self.load_scattered([bucket.data], self.scattered.plan_whole(bucket.layout), summed=summed)
+        """As ``load_from``, out of a buffer with the whole bucket."""
+        self.load_from([bucket.data], self.copier.plan_whole(bucket.layout), summed=summed)
 
-    def load_scattered(
-        self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, far: Collection[int] = (), summed: bool = True
+    def load_from(
+        self, buffers: Sequence[torch.Tensor], plan: BucketCopies, *, far: Collection[int] = (), summed: bool = True
     ) -> None:
         """Copies this rank's own share of a bucket into the staging set, out of the places of a plan, each flat uint8.
 
@@ -271,9 +271,9 @@ class Loader:
             for number, slot in enumerate(plan.layout.slots):
                 self._arrivals.take(slot)
                 if slot.spec.name in self.computed:
-                    self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
+                    self._hand_over(slot, self.copier.put_together(slot, plan.wholes[number], buffers))
         self.touched = self.touched or (not self.staging.staged and bool(plan.parameters))
-        self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
+        self.copier.copy(buffers, plan, self.staging, far=far, summed=summed)
 
     def chunks(self, tp_size: int) -> ResidentChunks:
         """The weights as chunks for a copy from rank to rank, with the dtypes that the parameters have now."""
@@ -304,10 +304,10 @@ class Loader:
 
         Sources that the loader computes with are summed as they arrive, in the dtypes that are expected.
         """
-        form, targets, routes = self.staging.waiting_form, self.staging.targets, self.scattered.routes
+        form, targets, routes = self.staging.waiting_form, self.staging.targets, self.copier.routes
         if self._fetched is not None:
             return self.computing.answer_copied(self._sums.held(form, self._device, targets))
-        totals = self.scattered.totals()
+        totals = self.copier.totals()
         found = self._copied.completed(totals[: routes.num_routes], form, self._device, targets)
         if not self.computed:
             return found
@@ -414,7 +414,7 @@ class Loader:
         """Drops all that belongs to another plan."""
         if not self.plan.is_of(plan):
             self.plan = LoadPlan(plan)
-            self.scattered.use(self.plan)
+            self.copier.use(self.plan)
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
         """Keeps a copy of a whole tensor for the loader; the bucket is the trainer's."""

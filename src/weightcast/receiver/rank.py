@@ -352,7 +352,7 @@ class WeightReceiver:
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
         if self.loader.copies:
-            check_copies(self.loader.scattered.arrived(), self.loader.copies)
+            check_copies(self.loader.copier.arrived(), self.loader.copies)
         if self.loader.staging.staged and not self.loader.computed:
             for prepare in self._before_commit:
                 prepare()
@@ -367,7 +367,7 @@ class WeightReceiver:
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""
-        overflowed = self.loader.scattered.overflowed()
+        overflowed = self.loader.copier.overflowed()
         if overflowed:
             raise EngineFailure(
                 f"{', '.join(overflowed[:4])} has values beyond float16's 65504, and the model keeps float16",

@@ -11,8 +11,8 @@ import torch
 
 from weightcast.comm.group_moves import Move
 from weightcast.errors import Refused, WeightcastError
+from weightcast.receiver.bucket_copies import BucketCopies, ExchangePlan
 from weightcast.receiver.loader import Loader
-from weightcast.receiver.scattered_plan import ExchangePlan, ScatteredPlan
 from weightcast.receiver.sources.broadcast import GroupSource, Passing
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
@@ -77,7 +77,7 @@ class Shares:
 
     def wanted(self) -> bytes:
         """The boxes that this rank must get, for the trainer ranks."""
-        return encode_wanted(self.loader.scattered.wanted)
+        return encode_wanted(self.loader.copier.wanted)
 
     def prepare(self, layout: BucketLayout, source: Source) -> None:
         """Maps the memory of a source, and works out the copies of this rank's share; nothing is read.
@@ -90,18 +90,18 @@ class Shares:
         elif isinstance(source, ScatteredSource | MappedSource):
             memories, plan = self._in_memory(layout, source)
             if not self.memory.far(memories):
-                self.loader.scattered.place(memories, plan, self.loader.staging)
+                self.loader.copier.place(memories, plan, self.loader.staging)
 
     def _in_memory(
         self, layout: BucketLayout, source: ScatteredSource | MappedSource
-    ) -> tuple[list[torch.Tensor], ScatteredPlan]:
+    ) -> tuple[list[torch.Tensor], BucketCopies]:
         """The mapped memory of a source, and the copies out of it."""
-        scattered = self.loader.scattered
+        copier = self.loader.copier
         if isinstance(source, MappedSource):
             memories = self.memory.read_memories(source.memories)
-            return memories, scattered.plan_mapped(layout, source.parts, memories)
+            return memories, copier.plan_mapped(layout, source.parts, memories)
         memories = self.memory.read_parts(layout, source.buffers)
-        return memories, scattered.plan(layout, tuple(buffer.parts for buffer in source.buffers))
+        return memories, copier.plan(layout, tuple(buffer.parts for buffer in source.buffers))
 
     def take(
         self,
@@ -127,7 +127,7 @@ class Shares:
                 f"{name} must equal {original}, which no rank compares when each reads only its own share",
                 hint='use another transport: transport="auto"',
             )
-        scattered = self.loader.scattered
+        copier = self.loader.copier
         if isinstance(source, OwnLegs):
             return self._take_legs(layout, source, timeout_s=timeout_s, summed=summed, interrupted=interrupted)
         if isinstance(source, ScatteredSource | MappedSource):
@@ -135,7 +135,7 @@ class Shares:
             if interrupted():
                 raise Refused("interrupted")
             arrived = time.monotonic()
-            self.loader.load_scattered(memories, plan, far=self.memory.far(memories), summed=summed)
+            self.loader.load_from(memories, plan, far=self.memory.far(memories), summed=summed)
             wait_for_streams(self.device, *(memory.device for memory in memories))
             read_bytes = sum(plan.read_bytes)
             if isinstance(source, MappedSource):
@@ -144,19 +144,19 @@ class Shares:
                 self._took(in_buffers=read_bytes)
             return arrived
         if isinstance(source, RemoteSource):
-            plan = scattered.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers), read=True)
+            plan = copier.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers), read=True)
             received = self.remote.read(
                 layout, source.buffers, plan, wanted=self._name(), timeout_s=timeout_s, interrupted=interrupted
             )
             arrived = time.monotonic()
-            self.loader.load_scattered([received], plan.copies, summed=summed)
+            self.loader.load_from([received], plan.copies, summed=summed)
             wait_for_streams(self.device)
             self._took(in_buffers=plan.size_bytes)
             return arrived
         told = self.loader.plan.parts
         if not told:
             raise Refused(f"bucket {layout.index} comes in messages, and the session's plan has no parts of it")
-        plan = scattered.plan_exchange(layout, told[layout.index])
+        plan = copier.plan_exchange(layout, told[layout.index])
         relay = self.groups.relay(source.group)
         room = self._room(plan.size_bytes, passed_on=bool(relay.downstream), timeout_s=timeout_s)
         received, whole = room.data, room.data[: plan.size_bytes]
@@ -169,7 +169,7 @@ class Shares:
         with _left_on_failure(room):
             room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
         arrived = time.monotonic()
-        self.loader.load_scattered([received], plan.copies, summed=summed)
+        self.loader.load_from([received], plan.copies, summed=summed)
         wait_for_streams(self.device)
         self._took(in_messages=plan.size_bytes)
         return arrived
@@ -213,7 +213,7 @@ class Shares:
         """As ``take``, out of buffers of this host and messages from other hosts."""
         near = [(rank, leg.parts, leg.handle) for rank, leg in enumerate(source.legs) if leg.handle is not None]
         parts = tuple(leg.parts for leg in source.legs)
-        plan = self.loader.scattered.plan_exchange(layout, parts, near=tuple(rank for rank, _, _ in near))
+        plan = self.loader.copier.plan_exchange(layout, parts, near=tuple(rank for rank, _, _ in near))
         buffers = [PartialBuffer(handle=handle, parts=own) for _, own, handle in near]
         here = self.memory.read_parts(layout, buffers)  # before anything is received: a refusal comes at once
         room = self._room(plan.size_bytes, passed_on=False, timeout_s=timeout_s)
@@ -228,7 +228,7 @@ class Shares:
             raise Refused("interrupted")
         arrived = time.monotonic()
         far = {1 + number for number in self.memory.far(here)}
-        self.loader.load_scattered([room.data, *here], plan.copies, far=far, summed=summed)
+        self.loader.load_from([room.data, *here], plan.copies, far=far, summed=summed)
         wait_for_streams(self.device, *(memory.device for memory in here))
         self._took(in_buffers=sum(plan.copies.read_bytes[1:]), in_messages=plan.size_bytes)
         return arrived
@@ -248,7 +248,7 @@ class Shares:
 
     def _name(self) -> str:
         """Name of the boxes that this rank wants."""
-        wanted = self.loader.scattered.wanted
+        wanted = self.loader.copier.wanted
         if self._named is None or self._named[0] is not wanted:
             self._named = wanted, hash_of(encode_wanted(wanted))
         return self._named[1]

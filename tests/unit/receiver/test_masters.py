@@ -144,7 +144,7 @@ def test_ranks_keep_and_prove_what_torch_makes_of_the_masters(case):
             wanted = {spec.name: values[spec.name].to(spec.torch_dtype) for spec in specs}
             for loader in loaders:
                 loader.begin()
-                loader.load_scattered(memories, loader.scattered.plan_mapped(layout, parts, memories))
+                loader.load_from(memories, loader.copier.plan_mapped(layout, parts, memories))
             written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
             for model, loader in zip(models, loaders, strict=True):
                 assert loader.missing(specs) == []
@@ -170,7 +170,7 @@ def test_a_tensor_that_is_kept_wide_gets_the_values_that_travel(numba, monkeypat
     values = torch.randn(3, 5)
     part = MappedPart(slot=0, offset=(0, 0), shape=(3, 5), memory=0, first_byte=0, stride=(5, 1), dtype="float32")
     memories = [values.view(-1).view(torch.uint8)]
-    loader.load_scattered(memories, loader.scattered.plan_mapped(layout, (part,), memories))
+    loader.load_from(memories, loader.copier.plan_mapped(layout, (part,), memories))
     loader.commit()
     assert torch.equal(model.t0, values.to(torch.bfloat16).float())
 
@@ -183,7 +183,7 @@ def test_memory_in_a_dtype_that_is_not_cast_is_refused_by_name(dtype):
     [layout] = plan_buckets([spec], bucket_bytes=MAX_BYTES, packing=Packing())
     part = MappedPart(slot=0, offset=(0,), shape=(4,), memory=0, first_byte=0, stride=(1,), dtype=dtype)
     with pytest.raises(Refused, match=f"t0 travels in bfloat16, and the trainer's memory has it in {dtype}"):
-        loader.scattered.plan_mapped(layout, (part,), [torch.zeros(64, dtype=torch.uint8)])
+        loader.copier.plan_mapped(layout, (part,), [torch.zeros(64, dtype=torch.uint8)])
 
 
 @pytest.mark.parametrize(("first_byte", "size_bytes"), [(2, 64), (4, 16), (0, 8)])
@@ -195,4 +195,4 @@ def test_masters_that_do_not_lie_in_their_memory_are_refused(first_byte, size_by
     [layout] = plan_buckets([spec], bucket_bytes=MAX_BYTES, packing=Packing())
     part = MappedPart(slot=0, offset=(0,), shape=(4,), memory=0, first_byte=first_byte, stride=(1,), dtype="float32")
     with pytest.raises(Refused, match="does not lie in the memory"):
-        loader.scattered.plan_mapped(layout, (part,), [torch.zeros(size_bytes, dtype=torch.uint8)])
+        loader.copier.plan_mapped(layout, (part,), [torch.zeros(size_bytes, dtype=torch.uint8)])

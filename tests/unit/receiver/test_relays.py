@@ -95,7 +95,7 @@ class Groups:
         self.calls.append(f"{passing.what} is sent")
 
 
-class Scattered:
+class Copier:
     """The share of an engine rank that wants every byte."""
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ def shares_of(relay: Relay) -> tuple[Groups, Shares]:
     loader: Any = SimpleNamespace(
         copies={},
         plan=SimpleNamespace(parts=[parts] * 8),
-        scattered=Scattered(),
-        load_scattered=lambda *_, **__: None,
+        copier=Copier(),
+        load_from=lambda *_, **__: None,
     )
     memory: Any = SimpleNamespace(close=lambda: None)
     return groups, Shares(loader, memory, cast(GroupSource, groups), CPU)

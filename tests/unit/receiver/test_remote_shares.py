@@ -52,7 +52,7 @@ def arenas() -> Iterator[list[Arena]]:
 @given(case=exchanges(), packed=st.sampled_from(["none", "some", "all"]))
 def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed):
     trainers, loaders, models, layouts, specs = play(case | {"bucket_bytes": 4096})
-    wanted = [encode_wanted(loader.scattered.wanted) for loader in loaders]
+    wanted = [encode_wanted(loader.copier.wanted) for loader in loaders]
     kinds = list(dict.fromkeys(wanted))[: {"none": 0, "some": 1, "all": None}[packed]]
     while len(arenas) < len(trainers):
         arenas.append(Arena(2, BUFFER_BYTES, CPU))
@@ -92,7 +92,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                 for number, (loader, source, own, counts) in enumerate(
                     zip(loaders, sources, wanted, asked, strict=True)
                 ):
-                    plan = loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in buffers), read=True)
+                    plan = loader.copier.plan_exchange(layout, tuple(buffer.parts for buffer in buffers), read=True)
                     before = len(counts)
                     received = source.read(
                         layout, buffers, plan, wanted=hash_of(own), timeout_s=LONG_S, interrupted=lambda: False
@@ -100,7 +100,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                     if own in kinds:  # runs are short here, so all of them are in one pack
                         assert len(counts) - before <= len(buffers)
                     kept_bytes[number] += wanted_bytes(plan.copies)
-                    loader.load_scattered([received], plan.copies)
+                    loader.load_from([received], plan.copies)
             for counts, kept, own in zip(asked, kept_bytes, wanted, strict=True):
                 gaps = 16 * sum(len(boxes) for boxes in decode_wanted(own).values()) * len(trainers) * len(layouts)
                 assert sum(counts) <= kept + (gaps if own in kinds else 0)

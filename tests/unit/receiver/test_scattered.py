@@ -112,8 +112,8 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
 
 
 def load_parts(loader: Loader, buckets: list[Bucket], parts: tuple) -> None:
-    plan = loader.scattered.plan(buckets[0].layout, parts)
-    loader.load_scattered([bucket.data for bucket in buckets], plan)
+    plan = loader.copier.plan(buckets[0].layout, parts)
+    loader.load_from([bucket.data for bucket in buckets], plan)
 
 
 def a_loader() -> tuple[Loader, list[TensorSpec], list]:

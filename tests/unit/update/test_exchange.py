@@ -22,9 +22,9 @@ from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import InMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.protocols import BucketUse
+from weightcast.receiver.bucket_copies import BucketCopies
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_answers import ResidentFold
-from weightcast.receiver.scattered_plan import ScatteredPlan
 from weightcast.update.exchange import Exchange
 from weightcast.wire import pieces
 from weightcast.wire.answers import RankAck
@@ -200,7 +200,7 @@ def test_each_engine_rank_reads_what_its_host_has_and_gets_messages_for_the_rest
         pieces.STRAIGHT_BYTES = before
 
 
-def wanted_bytes(plan: ScatteredPlan) -> int:
+def wanted_bytes(plan: BucketCopies) -> int:
     """Bytes of a bucket that a rank copies, and of those that its model's own loader takes whole."""
     kept = [(share.slot, share.box) for shares in plan.buffers for share in shares]
     wholes = [(slot, slot.box) for slot in map(plan.layout.slots.__getitem__, plan.wholes)]
@@ -209,7 +209,7 @@ def wanted_bytes(plan: ScatteredPlan) -> int:
 
 def exchange_and_compare(case: dict) -> None:
     trainers, loaders, models, layouts, specs = play(case)
-    wanted = [encode_wanted(loader.scattered.wanted) for loader in loaders]
+    wanted = [encode_wanted(loader.copier.wanted) for loader in loaders]
     post = Post(len(trainers), wanted)
     hosts = [case["hosts"][rank % 16] if "hosts" in case else "" for rank in range(len(trainers))]
     reads = [host if host in hosts else "" for host in case.get("reads", [""] * 4)[: len(loaders)]]
@@ -251,7 +251,7 @@ def exchange_and_compare(case: dict) -> None:
                 assert end.failures == {}
             for number, (loader, host) in enumerate(zip(loaders, reads, strict=True)):
                 near = tuple(rank for rank, its in enumerate(hosts) if host and its == host)
-                plan = loader.scattered.plan_exchange(layout, tuple(parts[host]), near=near)
+                plan = loader.copier.plan_exchange(layout, tuple(parts[host]), near=near)
                 assert not any(plan.messages[rank].pieces for rank in near)
                 received = torch.zeros(max(plan.size_bytes, 1), dtype=torch.uint8)
                 arriving = iter(post.messages.get(len(trainers) + number, []))
@@ -265,7 +265,7 @@ def exchange_and_compare(case: dict) -> None:
                 assert next(arriving, None) is None, "more was sent than is wanted"
                 received_bytes[number] += plan.size_bytes
                 kept_bytes[number] += wanted_bytes(plan.copies)
-                loader.load_scattered([received, *(filled[rank] for rank in near)], plan.copies)
+                loader.load_from([received, *(filled[rank] for rank in near)], plan.copies)
                 num_pieces[number] += sum(len(message.pieces) for message in plan.messages)
         written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
         for number in range(len(loaders)):
@@ -346,4 +346,4 @@ def test_parts_that_leave_out_an_element_are_refused_before_anything_is_asked_fo
     loader.begin()
     [layout] = plan_buckets([spec], bucket_bytes=1 << 10, packing=ALIGNED)
     with pytest.raises(Refused, match="w: the trainer ranks do not have rows 0 and on exactly once"):
-        loader.scattered.plan_exchange(layout, ((BucketPart(0, (0, 0), (2, 2)),), (BucketPart(0, (2, 0), (1, 2)),)))
+        loader.copier.plan_exchange(layout, ((BucketPart(0, (0, 0), (2, 2)),), (BucketPart(0, (2, 0), (1, 2)),)))

@@ -101,8 +101,8 @@ def test_what_float16_does_not_hold_is_found_in_a_part_of_a_tensor():
     found = []
     for bucket in buckets_of(weights, bucket_bytes=16):
         loader.load(bucket)
-        found.append(loader.scattered.overflowed())
+        found.append(loader.copier.overflowed())
     assert found[0] == []
     assert found[-1] == ["w"]
     loader.begin()
-    assert loader.scattered.overflowed() == []
+    assert loader.copier.overflowed() == []

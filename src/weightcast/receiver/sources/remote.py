@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed
-from weightcast.receiver.scattered_plan import ExchangePlan
+from weightcast.receiver.bucket_copies import ExchangePlan
 from weightcast.wire.bucket_sources import RemoteBuffer
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import PieceMessage, Runs, runs_of

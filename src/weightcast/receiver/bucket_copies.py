@@ -117,7 +117,7 @@ class ShareRoutes:
 
 
 @dataclass(frozen=True, slots=True)
-class ScatteredPlan:
+class BucketCopies:
     """The copies of one bucket.
 
     Attributes:
@@ -156,7 +156,7 @@ class ExchangePlan:
     messages: Sequence[PieceMessage]
     starts: Sequence[int]
     size_bytes: int
-    copies: ScatteredPlan
+    copies: BucketCopies
 
 
 def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted:
@@ -171,7 +171,7 @@ def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted
     return found
 
 
-def plan_whole(layout: BucketLayout, routes: ShareRoutes) -> ScatteredPlan:
+def plan_whole(layout: BucketLayout, routes: ShareRoutes) -> BucketCopies:
     """Works out the copies out of one buffer with the whole bucket."""
     sources: dict[int, list[BufferBox]] = {}
     for number, slot in enumerate(layout.slots):
@@ -181,7 +181,7 @@ def plan_whole(layout: BucketLayout, routes: ShareRoutes) -> ScatteredPlan:
     return _plan_copies(layout, (), sources, 1, routes)
 
 
-def plan_scattered(layout: BucketLayout, parts: BufferParts, routes: ShareRoutes) -> ScatteredPlan:
+def plan_scattered(layout: BucketLayout, parts: BufferParts, routes: ShareRoutes) -> BucketCopies:
     """Works out the copies out of several trainer ranks' buckets, in which each part lies at its place.
 
     Raises:
@@ -239,7 +239,7 @@ def plan_exchange(
 
 def plan_mapped(
     layout: BucketLayout, parts: tuple[MappedPart, ...], sizes: Sequence[int], routes: ShareRoutes
-) -> ScatteredPlan:
+) -> BucketCopies:
     """Works out the copies out of trainer ranks' own memory, whose ``sizes`` are in bytes.
 
     Raises:
@@ -294,7 +294,7 @@ def _plan_copies(
     sources: Mapping[int, Sequence[BufferBox]],
     num_buffers: int,
     routes: ShareRoutes,
-) -> ScatteredPlan:
+) -> BucketCopies:
     """The copies, once it is shown that together they are each element of each route, once."""
     buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
     read_bytes = [0] * num_buffers
@@ -330,7 +330,7 @@ def _plan_copies(
             expected = intersection(route.box, rows)
             if copied != (expected.numel if expected is not None else 0):
                 raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")
-    return ScatteredPlan(layout, parts, buffers, wholes, compared, read_bytes)
+    return BucketCopies(layout, parts, buffers, wholes, compared, read_bytes)
 
 
 def _copy_of(piece: Route, source: BufferBox) -> Copy:
@@ -383,7 +383,7 @@ class LoadPlan:
         hash: Hash of the plan; empty for buckets that come without one.
         parts: As ``UpdateTables.parts``.
         rows: Layout and ``rows_of`` each bucket, by number.
-        scattered: Copies out of one place or several, by how the parts come and the number of the bucket.
+        copies: Copies out of one place or several, by how the parts come and the number of the bucket.
         exchanges: Messages with parts, by whether they are read, the trainer ranks whose parts lie in memory, and the
             number of the bucket.
     """
@@ -392,7 +392,7 @@ class LoadPlan:
         self.hash = plan.hash if plan is not None else ""
         self.parts = plan.parts if plan is not None else ()
         self.rows: dict[int, tuple[BucketLayout, Mapping[str, int]]] = {}
-        self.scattered: dict[tuple[str, int], ScatteredPlan] = {}
+        self.copies: dict[tuple[str, int], BucketCopies] = {}
         self.exchanges: dict[tuple[bool, tuple[int, ...], int], ExchangePlan] = {}
 
     def is_of(self, plan: UpdateTables | None) -> bool:

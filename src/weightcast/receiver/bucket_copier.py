@@ -12,12 +12,12 @@ import torch
 from weightcast.digest.copies import Flat
 from weightcast.digest.copy_program import CopyProgram, CopyStep, View, flat_stand_in
 from weightcast.digest.definition import as_unsigned, finish
-from weightcast.receiver.scattered_plan import (
+from weightcast.receiver.bucket_copies import (
+    BucketCopies,
     BufferBox,
     BufferParts,
     ExchangePlan,
     LoadPlan,
-    ScatteredPlan,
     ShareRoutes,
     plan_exchange,
     plan_mapped,
@@ -33,7 +33,7 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import Wanted
 
 
-class ScatteredCopier:
+class BucketCopier:
     """Copies the own share of buckets, in update after update, and sums what it copies.
 
     Attributes:
@@ -85,20 +85,20 @@ class ScatteredCopier:
         """The boxes of the source tensors that this rank must get."""
         return wanted_of(self._expected, self.routes)
 
-    def plan_whole(self, layout: BucketLayout) -> ScatteredPlan:
+    def plan_whole(self, layout: BucketLayout) -> BucketCopies:
         """The copies out of a buffer with the whole bucket."""
-        plan = self._plan.scattered.get(("whole", layout.index))
+        plan = self._plan.copies.get(("whole", layout.index))
         if plan is None or plan.layout != layout:
-            plan = self._plan.scattered["whole", layout.index] = plan_whole(layout, self.routes)
+            plan = self._plan.copies["whole", layout.index] = plan_whole(layout, self.routes)
         return plan
 
-    def plan(self, layout: BucketLayout, parts: BufferParts) -> ScatteredPlan:
+    def plan(self, layout: BucketLayout, parts: BufferParts) -> BucketCopies:
         """The copies out of all trainer ranks' buckets; raises ``Refused`` unless parts are the bucket exactly once."""
-        plan = self._plan.scattered.get(("buffers", layout.index))
+        plan = self._plan.copies.get(("buffers", layout.index))
         if plan is None or plan.layout != layout or plan.parts != parts:
-            plan = self._plan.scattered["buffers", layout.index] = plan_scattered(layout, parts, self.routes)
+            plan = self._plan.copies["buffers", layout.index] = plan_scattered(layout, parts, self.routes)
         elif not all(map(operator.is_, plan.parts, parts)):  # the next comparison looks at no part
-            plan = self._plan.scattered["buffers", layout.index] = replace(plan, parts=parts)
+            plan = self._plan.copies["buffers", layout.index] = replace(plan, parts=parts)
         return plan
 
     def plan_exchange(
@@ -116,16 +116,16 @@ class ScatteredCopier:
 
     def plan_mapped(
         self, layout: BucketLayout, parts: tuple[MappedPart, ...], memories: Sequence[torch.Tensor]
-    ) -> ScatteredPlan:
+    ) -> BucketCopies:
         """The copies out of trainer ranks' own memory, flat uint8; errors are those of ``plan_mapped``."""
-        plan = self._plan.scattered.get(("mapped", layout.index))
+        plan = self._plan.copies.get(("mapped", layout.index))
         sizes = [memory.numel() for memory in memories]
         if plan is None or plan.layout != layout or plan.parts != parts or len(plan.buffers) != len(sizes):
             plan = plan_mapped(layout, parts, sizes, self.routes)
-            self._plan.scattered["mapped", layout.index] = plan
+            self._plan.copies["mapped", layout.index] = plan
         return plan
 
-    def prepare(self, plan: ScatteredPlan, sizes: Sequence[int], device: torch.device, staging: StagingSet) -> None:
+    def prepare(self, plan: BucketCopies, sizes: Sequence[int], device: torch.device, staging: StagingSet) -> None:
         """Works out the copies of a plan whose buffers will all lie on one device.
 
         ``sizes`` are the least that the buffers will have, in bytes.
@@ -134,7 +134,7 @@ class ScatteredCopier:
         if numbers:
             self._program(plan, numbers, device, [flat_stand_in(sizes[number]) for number in numbers], staging)
 
-    def place(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: StagingSet) -> None:
+    def place(self, buffers: Sequence[torch.Tensor], plan: BucketCopies, staging: StagingSet) -> None:
         """Works out the launch for buffers that lie here, all on one device."""
         numbers = tuple(number for number, copies in enumerate(plan.buffers) if copies)
         data = [buffers[number] for number in numbers]
@@ -144,7 +144,7 @@ class ScatteredCopier:
     def copy(
         self,
         buffers: Sequence[torch.Tensor],
-        plan: ScatteredPlan,
+        plan: BucketCopies,
         staging: StagingSet,
         *,
         far: Collection[int] = (),
@@ -188,13 +188,13 @@ class ScatteredCopier:
             found[slices(source.box, slot.box.offset)].copy_(part)
         return found
 
-    def _memories(self, plan: ScatteredPlan, data: Sequence[torch.Tensor], staging: StagingSet) -> list[torch.Tensor]:
+    def _memories(self, plan: BucketCopies, data: Sequence[torch.Tensor], staging: StagingSet) -> list[torch.Tensor]:
         """The memories of a program: the buffers, and the parameters that the plan writes."""
         return [*data, *map(staging.target, plan.parameters)]
 
     def _program(
         self,
-        plan: ScatteredPlan,
+        plan: BucketCopies,
         numbers: tuple[int, ...],
         device: torch.device,
         data: Sequence[torch.Tensor],
