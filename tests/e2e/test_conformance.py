@@ -60,7 +60,6 @@ def with_outcome(rows: dict[str, Any], outcome: str) -> set[str]:
     return {name for name, row in rows.items() if row["outcome"] == outcome}
 
 
-@pytest.mark.wide  # a minute and a half
 def test_the_reference_engine_passes_every_check(folders: list[Path], tmp_path: Path) -> None:
     with engines(folders[0], tmp_path, {"api_key": KEY}) as (engine,):
         code, rows = conform(engine, *folders, key=KEY)

@@ -23,6 +23,7 @@ from weightcast.wire.blobs import hash_of
 from weightcast.wire.codec import encode
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Close, Commit, Revert
+from weightcast.wire.plans import UpdateTables
 
 _FIELDS = {"parts", "plan", "source", "sources", "specs"}  # with tables
 _CLIENT_ERRORS = range(400, 500)
@@ -74,15 +75,18 @@ def refuses_tensors_that_do_not_fit(engine: EngineUnderTest) -> str:
     said: list[str] = []
     with engine.kept("A"):
         for what, specs in wrong.items():
-            with RawSession(engine, "B", specs=specs) as session:
+            with RawSession(engine, "B", plan=UpdateTables(specs, ())) as session:
                 said.append(_refused(f"an Open with {what}", session.open))
     return f"{len(wrong)} kinds; {_quoted(said[0])}"
 
 
 def refuses_a_wrong_order(engine: EngineUnderTest) -> str:
-    """Buckets out of order, a Close before the last bucket and a Commit before Close are refused."""
+    """Buckets out of order, a Close before the last bucket and a Commit before Close are refused.
+
+    An engine may wait for the buckets before a bucket, but not beyond the deadline of the session.
+    """
     _need_receiver(engine)
-    with engine.kept("A"), RawSession(engine, "B") as session:
+    with engine.kept("A"), RawSession(engine, "B", timeout_s=engine.settings.timeout_s / 4) as session:
         session.open()
         _refused("a Commit before any bucket", session.commit)
         _refused("a Close before the last bucket", session.close)
