@@ -164,7 +164,7 @@ class Worker:
         """Reads trainer ranks' memory as ``remote_reads.py`` says; all ranks do, and the answer is this one's."""
         told = json.loads(command)
         if self._reads is None:
-            self._reads = RecordedReads(self.receiver._shares.remote.reader)  # pyright: ignore[reportPrivateUsage]
+            self._reads = RecordedReads(self.receiver._steps._shares.remote.reader)  # pyright: ignore[reportPrivateUsage]
         if told["what"] == "begin":
             if self._alone is not None:
                 self._alone.close()

@@ -216,16 +216,16 @@ def outcome(case: str, first: Path, second: Path) -> dict[str, object]:
             "skipped": sorted(loader.skipped),
             "beside": unpacked.quantised_bytes,
         }
-        loader.commit()
+        loader.live.commit()
         unpacked.check()
         updated = digests(model)
         said["moved"] = [
             path for path, tensor in held(model).items() if addresses.get(path, 0) not in (0, tensor.data_ptr())
         ]
-        loader.undo()
+        loader.live.undo()
         said["after the undo"] = differing(at_first, digests(model))
         push()
-        loader.commit()
+        loader.live.commit()
         said["second time"] = differing(updated, digests(model))
         said["stale"] = stale(unpacked)
         fresh = get_model(vllm_config=configured(second, "tensors" if case == "dummy" else case))

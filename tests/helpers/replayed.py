@@ -32,4 +32,4 @@ def update(loader: Loader, version: int, *, bucket_bytes: int, shift: int = 0, d
             pattern.fill(view, key=key_of(version, numbers[slot.spec.name]), first_word=slot.first_row * row_words)
         loader.load(bucket)
     assert loader.missing(SPECS) == []
-    loader.commit()
+    loader.live.commit()

@@ -7,21 +7,21 @@ commit, or as they come where nothing is staged (``computed_sources``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.errors import ConfigError, EngineFailure, some
+from weightcast.errors import ConfigError
 from weightcast.receiver.arrivals import Arrivals, rows_of
 from weightcast.receiver.bucket_copier import BucketCopier
 from weightcast.receiver.bucket_copies import BucketCopies, LoadPlan, ShareRoutes
 from weightcast.receiver.computed_sources import ComputedSources
 from weightcast.receiver.coverage import overlapping, uncovered, within
+from weightcast.receiver.live_weights import Finisher, LiveWeights
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
-from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
@@ -32,7 +32,6 @@ from weightcast.wire.messages import Prepare
 from weightcast.wire.plans import UpdateTables
 from weightcast.wire.routes import Route
 
-Finisher = Callable[[], object]
 READ_BACK = ("resident", "behaviour")  # levels of proof that read the live weights back
 
 
@@ -55,7 +54,6 @@ def _place(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-# Over 350 lines: buckets, shards, messages and chunks of a peer end in one staging set, one coverage check, one proof.
 class Loader:
     """Loads the buckets of one update into one rank's model."""
 
@@ -82,7 +80,6 @@ class Loader:
         """
         self.expected = {spec.name: spec for spec in expected}
         self.residents = dict(residents) if residents is not None else residents_of(model)
-        self._finishers = tuple(finishers)
         recording = record_routes(load_weights, list(expected), self.residents)
         if residents is None:
             _check_in_place(self.residents, residents_of(model))
@@ -101,10 +98,11 @@ class Loader:
         )
         self._written = {route.parameter for route in (*routes, *places)}
         self._shared = _sharing(model)
-        self.staging = StagingSet(self.residents, "none")
         self._copied = ResidentSums(routes, self.expected, recording.constants)
         self._sums = ResidentSums(routes, self.expected, recording.constants, places) if places else self._copied
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
+        self.staging = StagingSet(self.residents, "none")
+        self.live = self._live(finishers)
         self._arrivals = Arrivals()
         self.plan = LoadPlan()
         self.copier = BucketCopier(self.expected, ShareRoutes.of(self.routes, self.computing.parts))
@@ -113,11 +111,6 @@ class Loader:
         self._parts: tuple[HeldTable, HeldTable] | None = None
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
-        # Sums of what is live, by route and place; None if it was not read back since it was last written.
-        self.known: HeldSums | None = None
-        self._before: HeldSums | None = None
-        self._finishing = False
-        self._fetched: tuple[ResidentChunks, int] | None = None  # chunks that came from a peer in this update
         self.touched = False
 
     def unstaged_because(self, *, keep_storage: bool = False) -> str:
@@ -186,7 +179,7 @@ class Loader:
         written = {name: tensor for name, tensor in self.residents.items() if name in self._written}
         staged = written if place != "none" else self.residents
         self.staging = StagingSet(staged, place, keep_storage=keep_storage, **options)
-        self.known = None
+        self.live = self._live(self.live.finishers)
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Refuses tensors that are not a full update of this model.  Those that its loader skips are optional.
@@ -216,7 +209,6 @@ class Loader:
         self.staging.look(forms=True)
         self._arrivals.begin()
         self.computing.begin(proves=proves)
-        self._fetched = None
         self.touched = False
         self.copier.begin()
 
@@ -240,7 +232,7 @@ class Loader:
                 self.copier.prepare(exchange.copies, [exchange.size_bytes], self._device, self.staging)
         self._arrivals.prepare(list(map(self._rows, layouts)), message.plan.specs)
         if message.verify in READ_BACK:
-            self.know()
+            self.live.know()
         if message.verify == "none":
             return NOTHING_HELD
         return self.computing.empty_answer(self._sums.prepare(self.staging.form, self._device, self.staging.lives))
@@ -275,38 +267,12 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and bool(plan.parameters))
         self.copier.copy(buffers, plan, self.staging, far=far, summed=summed)
 
-    def chunks(self, tp_size: int) -> ResidentChunks:
-        """The weights as chunks for a copy from rank to rank, with the dtypes that the parameters have now."""
-        routes = [route for found in self.routes.values() for route in found]
-        return ResidentChunks([*routes, *self.computing.places], self.staging.live, tp_size=tp_size)
-
-    def count_chunks(self, chunks: ResidentChunks) -> int:
-        """Number of chunks; one more than ``chunks`` has says what computed places were computed from."""
-        return len(chunks) + bool(self.computed)
-
-    def read_chunk(self, index: int, chunks: ResidentChunks) -> bytes:
-        """Copies a chunk of the live weights; raises ``Refused`` if there is none, or no proof of computed weights."""
-        if self.computed and index == len(chunks):
-            return self.computing.tell()
-        return chunks.read(index, self.staging.live)
-
-    def take_chunk(self, index: int, data: bytes, chunks: ResidentChunks) -> None:
-        """Copies a peer's chunk into the staging set; raises ``Refused`` if its size is not that of this rank's own."""
-        self.touched = self.touched or not self.staging.staged
-        if index == len(chunks):
-            self.computing.hear(data)
-        else:
-            chunks.write(index, data, self.staging.target)
-        self._fetched = chunks, index + 1
-
     def written(self) -> HeldSums:
         """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device.
 
         Sources that the loader computes with are summed as they arrive, in the dtypes that are expected.
         """
         form, targets, routes = self.staging.waiting_form, self.staging.targets, self.copier.routes
-        if self._fetched is not None:
-            return self.computing.answer_copied(self._sums.held(form, self._device, targets))
         totals = self.copier.totals()
         found = self._copied.completed(totals[: routes.num_routes], form, self._device, targets)
         if not self.computed:
@@ -317,91 +283,14 @@ class Loader:
         own = totals[routes.num_routes : routes.num_routes + len(parts)]
         return HeldSums(self._parts[1], torch.cat([found.totals, own]))
 
+    def waiting(self) -> HeldSums:
+        """As ``written``, for weights that did not come in buckets: reads the staging set.  Waits for the device."""
+        staging = self.staging
+        return self.computing.answer_copied(self._sums.held(staging.waiting_form, self._device, staging.targets))
+
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
-        if self._fetched is not None:
-            chunks, taken = self._fetched
-            return chunks.sources(taken) or list(self.computed if taken < self.count_chunks(chunks) else ())
         return self._arrivals.missing(specs)
-
-    def know(self) -> None:
-        """Sums the live weights if their sums are unknown, for the proof of ``undo``.  Waits for the device."""
-        if self.known is None and self.staging.staged:
-            self._read_back()
-
-    def commit(self) -> None:
-        """Makes the new version live and runs the finishers, each once.
-
-        Raises:
-            Exception: A copy or a finisher failed.  Call ``undo``; without staging there is nothing to go back to.
-        """
-        self._before, self.known = self.known, None
-        self._finishing = False
-        if self.staging.staged:
-            self.computing.switch()
-            self.staging.flip()
-            self.computing.load()  # what that writes of the old version is in the staging set by now
-        self.computing.settle()
-        self._finishing = True
-        self.finish()
-
-    def undo(self) -> None:
-        """Restores the weights that the last ``commit`` replaced, and proves it.
-
-        If the commit came as far as the finishers, they run again for the old weights.  The proof compares sums taken
-        before the commit.  If there are none, it is enough that nothing failed, or that only pointers moved.
-
-        Raises:
-            EngineFailure: The live weights differ from those before, or cannot be compared.
-            Exception: A copy or a finisher failed.
-        """
-        torn = self.staging.torn and self.staging.moves_contents
-        self.staging.undo()
-        self.computing.undo()
-        if self._finishing:
-            self.finish()
-            self._finishing = False
-        before, self._before = self._before, None
-        if before is None:
-            if torn:
-                raise EngineFailure(
-                    "a copy failed during the switch, and the old weights had no digests to compare with after it",
-                    hint='send a full update; verify="resident" takes these digests before each switch',
-                )
-            return
-        found = self._read_back()
-        if found != before:
-            self.known = None
-            parts = found.table
-            if len(parts) == len(before.totals):
-                parts = [parts[number] for number in (found.totals != before.totals).nonzero()[:, 0].tolist()]
-            names = [part.spec.name for part in parts]
-            raise EngineFailure(
-                f"the undo did not restore these tensors: {some(list(dict.fromkeys(names)))}",
-                hint="send a full update",
-            )
-
-    def finish(self) -> None:
-        """Runs the finishers, which rebuild captured graphs, packed weights and all else that depends on parameters."""
-        for finisher in self._finishers:
-            finisher()
-
-    def held(self) -> HeldSums:
-        """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on.
-
-        A source that the model computes with is among them if it is known what it was; see ``ComputedSources``.
-        """
-        return self.computing.answer(self._read_back())
-
-    def forget(self) -> None:
-        """Called when someone else has written the weights."""
-        self.known = None
-        self.computing.forget()
-
-    def _read_back(self) -> HeldSums:
-        self.staging.look(forms=True)
-        self.known = self._sums.held(self.staging.form, self._device, self.staging.lives)
-        return self.known
 
     def _rows(self, layout: BucketLayout) -> Mapping[str, int]:
         """As ``rows_of``; the same object while a bucket has the same layout."""
@@ -409,6 +298,9 @@ class Loader:
         if known is None or known[0] != layout:
             known = self.plan.rows[layout.index] = layout, rows_of(layout, self.computed)
         return known[1]
+
+    def _live(self, finishers: Sequence[Finisher]) -> LiveWeights:
+        return LiveWeights(self.staging, self._sums, self.computing, finishers=finishers, device=self._device)
 
     def _use(self, plan: UpdateTables | None) -> None:
         """Drops all that belongs to another plan."""

@@ -47,8 +47,8 @@ def test_loaders_copy_as_ever_and_sum_together_what_they_keep(kind, dtype, bucke
             for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
                 loader.load(bucket)
             written = loader.written()
-            loader.commit()
-            assert loader.held().totals.equal(written.totals[: len(loader.held().totals)])
+            loader.live.commit()
+            assert loader.live.held().totals.equal(written.totals[: len(loader.live.held().totals)])
             plain.load_weights(weights.items())
             assert differing(model, state(plain)) == []
         held = [RankAck(rank=rank, **loader.written().fields) for rank, (_, _, loader) in enumerate(ranks)]

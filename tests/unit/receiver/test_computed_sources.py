@@ -19,6 +19,7 @@ from weightcast.errors import Refused
 from weightcast.receiver import WeightReceiver, computed_sources
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.layout_check import changed_since_load
+from weightcast.receiver.peer_copies import PeerCopies
 from weightcast.receiver.rank_answers import ResidentFold
 from weightcast.receiver.redirect import Redirected
 from weightcast.receiver.session import SessionHandler
@@ -252,15 +253,15 @@ def test_what_is_damaged_at_the_switch_is_named_and_switched_back(engine, name):
     made = engine()
     made.update(1)
     receiver, model = made.ranks.receivers[0], made.models[0]
-    finish = receiver.loader.finish
+    finish = receiver.loader.live.finish
 
     def damage() -> None:
-        receiver.loader.finish = finish
+        receiver.loader.live.finish = finish
         getattr(model, name).data.view(-1)[0] += 1
 
     sender = Sender(weights_of(2), version=2)
     made.send(sender)
-    receiver.loader.finish = damage
+    receiver.loader.live.finish = damage
     ack = made.handler.apply(sender.commit(proven=True))
     assert not ack.ok
     assert {"a": "a_log", "fused": "half.left, half.right", "copied": "copied"}[name] in ack.error
@@ -398,8 +399,7 @@ def test_weights_of_someone_else_have_no_proof(engine):
 def test_a_copy_from_a_peer_is_proven(engine, monkeypatch, place, change):
     peer, late = engine(tp_size=2), engine(tp_size=2, staging=place)
     peer.update(3)
-    loader = peer.ranks.receivers[0].loader
-    last = loader.count_chunks(loader.chunks(2)) - 1
+    last = PeerCopies(peer.ranks.receivers[0].loader, rank=0, tp_size=2).total() - 1
 
     def read(self, message: Fetch, *, rank: int, layout: str, timeout_s: float) -> bytes:
         asked = ReadChunk(rank=rank, index=message.index, layout=layout, version=message.version, digest=message.digest)
@@ -433,10 +433,10 @@ def test_a_copy_from_a_peer_is_proven(engine, monkeypatch, place, change):
 
 def test_a_peer_that_was_never_updated_refuses_by_name(engine):
     made = engine()
-    loader = made.ranks.receivers[0].loader
-    chunks = loader.chunks(1)
+    copies = PeerCopies(made.ranks.receivers[0].loader, rank=0, tp_size=1)
+    asked = ReadChunk(rank=0, index=copies.total() - 1, layout=copies.chunks().layout, version=1, digest="f" * 16)
     with pytest.raises(Refused, match=r"this model computes with a_log, .* and no proven update has brought them"):
-        loader.read_chunk(len(chunks), chunks)
+        copies.give(asked)
 
 
 def test_a_checkpoint_that_is_read_at_the_start_proves_what_was_computed_from_it(engine):

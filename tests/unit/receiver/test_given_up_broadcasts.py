@@ -58,7 +58,7 @@ class Broadcaster(Sender):
     def __init__(self, weights: Weights, receiver: WeightReceiver, **changes: Any) -> None:
         super().__init__(weights, **{"bucket_bytes": 700} | changes)
         self.group = Group()
-        receiver._broadcast._groups["g"] = self.group  # type: ignore[assignment]
+        receiver._steps._broadcast._groups["g"] = self.group  # type: ignore[assignment]
         plan = UpdateTables(self.open.specs, self.layouts, tuple(one.size_bytes for one in self.layouts))
         self.open = msgspec.structs.replace(self.open, plan=plan)
         for layout in self.layouts:

@@ -39,7 +39,7 @@ def update(loader: Loader, weights, *, bucket_bytes: int = 100) -> None:
     for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
         loader.load(bucket)
     assert loader.missing(specs_of(weights)) == []
-    loader.commit()
+    loader.live.commit()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -77,9 +77,9 @@ def test_nothing_is_seen_before_the_commit_and_an_undone_commit_never_was(place)
         loader.load(bucket)
         assert differing(model, before) == []
     assert not loader.touched
-    loader.commit()
+    loader.live.commit()
     assert differing(model, before)
-    loader.undo()
+    loader.live.undo()
     assert differing(model, before) == []
 
 
@@ -103,7 +103,7 @@ def test_what_no_weight_writes_stays_as_it_is_and_is_named(place):
         update(loader, weights_of(10 + number))
         assert model.requests_served.tolist() == [124 + number]
         assert model.embed[10:].unique().tolist() == [FusedModel.PAD]
-        loader.undo()
+        loader.live.undo()
         assert model.requests_served.tolist() == [124 + number]
         assert model.embed[10:].unique().tolist() == [FusedModel.PAD]
 
@@ -136,7 +136,7 @@ def test_what_is_read_back_adds_up_to_what_was_sent(place, tp_size):
     for rank in range(tp_size):
         loader = make(loaded(OLD, tp_rank=rank, tp_size=tp_size), place)
         update(loader, NEW)
-        acks.append(RankAck(rank=rank, **loader.held().fields))
+        acks.append(RankAck(rank=rank, **loader.live.held().fields))
     result = ResidentFold().fold(acks)
     assert result.broken == ()
     assert result.digests == {name: tensor_digest(tensor) for name, tensor in NEW.items()}
@@ -148,12 +148,12 @@ def test_what_is_read_back_is_what_is_live():
     loader.begin()
     for bucket in buckets_of(NEW, bucket_bytes=200):
         loader.load(bucket)
-    old = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
+    old = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)]).digests
     assert old == {name: tensor_digest(tensor) for name, tensor in OLD.items()}
-    loader.commit()
+    loader.live.commit()
     with torch.no_grad():
         model.w2[1, 3, 2] += 1  # somebody tampers
-    broken = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)])
+    broken = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)])
     wanted = {name: tensor_digest(tensor) for name, tensor in NEW.items()}
     assert unequal(wanted, broken.digests) == ["experts.1.down.weight"]
 
@@ -161,7 +161,7 @@ def test_what_is_read_back_is_what_is_live():
 def test_weights_kept_in_another_dtype_are_digested_in_it():
     loader = make(loaded(OLD, dtype=torch.bfloat16))
     update(loader, NEW)
-    digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
+    digests = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)]).digests
     assert digests["q.weight"] == tensor_digest(NEW["q.weight"].bfloat16())
     assert digests["scale"] == tensor_digest(NEW["scale"])
 
@@ -214,7 +214,7 @@ def test_a_scalar_and_an_empty_tensor_arrive_too():
     assert loader.missing(specs_of(weights)) == list(weights)
     update(loader, weights)
     assert model.scalar.item() == 5.0
-    digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
+    digests = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)]).digests
     assert digests == {name: tensor_digest(tensor) for name, tensor in weights.items()}
 
 
@@ -283,13 +283,13 @@ def test_computed_weights_go_through_the_models_own_loader_at_the_commit(place, 
         if place != "none":
             assert differing(model, old) == []
         assert loader.touched == (place == "none")
-        loader.commit()
+        loader.live.commit()
         assert differing(model, state(wanted)) == []
-        loader.undo()
+        loader.live.undo()
         assert differing(model, state(wanted if place == "none" else again)) == []
         update(loader, NEW, bucket_bytes=bucket_bytes)
         assert differing(model, state(wanted)) == []
-        held = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)])
+        held = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)])
         assert held.digests == {name: tensor_digest(tensor) for name, tensor in NEW.items()}
         update(loader, OLD, bucket_bytes=bucket_bytes)
         assert differing(model, state(again)) == []
@@ -314,7 +314,7 @@ def test_a_commit_that_fails_while_it_loads_computed_weights_is_undone(keep_stor
     with pytest.raises(RuntimeError, match="half way"):
         update(loader, NEW)
     assert differing(model, old) != []
-    loader.undo()
+    loader.live.undo()
     assert differing(model, old) == []
 
 
@@ -473,7 +473,7 @@ def test_a_tensor_that_the_loader_skips_may_come_or_stay_away():
         loader.check(specs_of(fresh))
         update(loader, fresh)
         assert torch.equal(model.w, fresh["w"])
-        digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
+        digests = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)]).digests
         assert digests == {"w": tensor_digest(fresh["w"])}
     with pytest.raises(Refused, match="missing w"):
         loader.check(specs[1:])
@@ -500,7 +500,7 @@ def test_a_loader_that_changes_its_source_changes_nothing_of_the_trainers():
         before = bucket.data.clone()
         loader.load(bucket)
         assert torch.equal(bucket.data, before)
-    loader.commit()
+    loader.live.commit()
     assert torch.equal(model.bias, torch.zeros(3))
 
 
@@ -602,5 +602,5 @@ def test_a_padding_row_counts_in_the_proof(place, padding):
     update(loader, {"embed.weight": sent})
     assert not model.embed.weight[2].any()
     assert torch.equal(model.embed.weight[3:], sent[3:])
-    digests = ResidentFold().fold([RankAck(rank=0, **loader.held().fields)]).digests
+    digests = ResidentFold().fold([RankAck(rank=0, **loader.live.held().fields)]).digests
     assert (digests["embed.weight"] == tensor_digest(sent)) == (padding == 0)

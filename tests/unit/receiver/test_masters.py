@@ -148,7 +148,7 @@ def test_ranks_keep_and_prove_what_torch_makes_of_the_masters(case):
             written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
             for model, loader in zip(models, loaders, strict=True):
                 assert loader.missing(specs) == []
-                loader.commit()
+                loader.live.commit()
                 for name, tensor in wanted.items():
                     assert torch.equal(getattr(model, name), model.cut(tensor))
             found = ResidentFold().fold(written)
@@ -171,7 +171,7 @@ def test_a_tensor_that_is_kept_wide_gets_the_values_that_travel(numba, monkeypat
     part = MappedPart(slot=0, offset=(0, 0), shape=(3, 5), memory=0, first_byte=0, stride=(5, 1), dtype="float32")
     memories = [values.view(-1).view(torch.uint8)]
     loader.load_from(memories, loader.copier.plan_mapped(layout, (part,), memories))
-    loader.commit()
+    loader.live.commit()
     assert torch.equal(model.t0, values.to(torch.bfloat16).float())
 
 

@@ -379,7 +379,7 @@ def test_nothing_of_a_session_stays(receiver):
     def footprint() -> set[object]:
         gc.collect()
         files = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-        return {*files, *receiver._memory._mappings, *map(id, peak_memory._open)}
+        return {*files, *receiver._steps._memory._mappings, *map(id, peak_memory._open)}
 
     before = footprint()
     for number in range(12):
@@ -390,7 +390,7 @@ def test_nothing_of_a_session_stays(receiver):
             receiver.apply(sender.open)
             receiver.apply(sender.announce(0))
             receiver.apply(sender.abort())
-            assert not receiver._memory._mappings  # a dead trainer's memory would live on
+            assert not receiver._steps._memory._mappings  # a dead trainer's memory would live on
         sender.buffer.close()
     receiver.apply(Leave())
     # What threads of earlier tests held before may go at any time.
@@ -400,12 +400,12 @@ def test_nothing_of_a_session_stays(receiver):
 def test_a_new_trainer_ends_what_is_mapped_of_the_old_one(receiver):
     first = Sender(NEW)
     run(receiver, first)
-    assert receiver._memory._mappings
+    assert receiver._steps._memory._mappings
     first.buffer.close()
 
     second = Sender(NEW, owner=Owner(host="here", pid=2))
     assert receiver.apply(second.open).ok
-    assert not receiver._memory._mappings
+    assert not receiver._steps._memory._mappings
 
 
 def preparation(sender: Sender, **changes) -> Prepare:
@@ -418,10 +418,10 @@ def preparation(sender: Sender, **changes) -> Prepare:
 def test_memory_of_the_first_update_is_mapped_before_it(receiver, model):
     first = Sender(NEW)
     assert receiver.apply(preparation(first)).ok
-    mapped = dict(receiver._memory._mappings)
+    mapped = dict(receiver._steps._memory._mappings)
     assert len(mapped) == 1
     run(receiver, first)
-    assert receiver._memory._mappings == mapped
+    assert receiver._steps._memory._mappings == mapped
     assert torch.equal(model.o, NEW["o.weight"])
 
 
@@ -429,9 +429,9 @@ def test_another_trainer_that_prepares_ends_what_is_mapped_of_the_one_before(rec
     first, second = Sender(NEW), Sender(NEW, owner=Owner(host="here", pid=2))
     assert receiver.apply(preparation(first)).ok
     assert receiver.apply(preparation(second)).ok
-    assert [handle.token for handle in receiver._memory._mappings] == [second.buffer.handle().token]
+    assert [handle.token for handle in receiver._steps._memory._mappings] == [second.buffer.handle().token]
     assert receiver.apply(first.open).ok
-    assert not receiver._memory._mappings
+    assert not receiver._steps._memory._mappings
 
 
 def test_memory_that_cannot_be_mapped_yet_hinders_no_update(receiver, model):

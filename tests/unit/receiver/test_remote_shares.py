@@ -107,7 +107,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
             written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
             for model, loader in zip(models, loaders, strict=True):
                 assert loader.missing(specs) == []
-                loader.commit()
+                loader.live.commit()
                 for name, tensor in values.items():
                     assert all(torch.equal(place, model.cut(name, tensor)) for place in model.place(name))
             found = ResidentFold().fold(written)

@@ -104,7 +104,7 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
         written = [RankAck(rank=rank, ok=True, **loader.written().fields) for rank, loader in enumerate(loaders)]
         for model, loader in zip(models, loaders, strict=True):
             assert loader.missing(specs) == []
-            loader.commit()
+            loader.live.commit()
             assert all(torch.equal(getattr(model, name), model.cut(name, tensor)) for name, tensor in values.items())
         found = ResidentFold().fold(written)
         assert not found.broken
@@ -171,6 +171,6 @@ def test_buffers_that_swap_their_addresses_are_read_as_they_lie_now():
         buckets[0].view(layout.slots[0])[:2] = value
         buckets[1].view(layout.slots[0])[2:] = -value
         load_parts(loader, buckets, parts)
-        loader.commit()
+        loader.live.commit()
         assert model.t0[:2].eq(value).all()
         assert model.t0[2:].eq(-value).all()

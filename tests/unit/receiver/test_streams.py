@@ -43,7 +43,7 @@ def test_close_is_answered_when_the_copies_are_done(waited, verify):
     assert transfer
     assert close
     assert waited == [GPU]
-    receiver.device = CPU
+    receiver._steps._device = CPU
     receiver.close()
 
 
@@ -55,7 +55,7 @@ def test_a_bucket_is_answered_when_its_own_device_is_done_too(monkeypatch):
     receiver = WeightReceiver(model, load_weights=model.load_weights, expected=specs_of(weights_of(1)))
     sender = Sender(weights_of(1))
     assert receiver.apply(sender.open).ok
-    receiver._shares.device = rank = torch.device("cpu", 0)  # not the bucket's, which has no number
+    receiver._steps._shares.device = rank = torch.device("cpu", 0)  # not the bucket's, which has no number
     waited.clear()
     ack = receiver.apply(sender.announce(0))
     assert ack.ok, ack.error
@@ -67,5 +67,5 @@ def receiver_takes(receiver: WeightReceiver, message, waited: list[torch.device]
     """Apply a message; from the one after Open on, the rank believes that it runs on a GPU."""
     waited.clear()
     ack = receiver.apply(message)
-    receiver.device = GPU
+    receiver._steps._device = GPU
     return ack.ok

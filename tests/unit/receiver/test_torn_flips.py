@@ -153,7 +153,7 @@ def test_undo_that_does_not_restore_the_old_version_quarantines_the_engine(made)
 def test_a_first_update_is_undone_with_proof_as_well(made):
     """Nothing was read back when an engine has just started; what it serves is summed before the switch."""
     for receiver in made.ranks.receivers:
-        receiver.loader.known = None
+        receiver.loader.live.known = None
     sender = ready(made)
     tear(made.ranks.receivers[-1].loader.staging, after=3)
     assert not made.engine.apply(sender.commit(proven=True)).ok
@@ -163,7 +163,7 @@ def test_a_first_update_is_undone_with_proof_as_well(made):
 @pytest.mark.parametrize("made", COPIED, indirect=True)
 def test_undo_of_copied_contents_without_proof_quarantines_the_engine(made):
     for receiver in made.ranks.receivers:
-        receiver.loader.known = None
+        receiver.loader.live.known = None
     sender = ready(made, verify="none")
     tear(made.ranks.receivers[-1].loader.staging, after=3)
     ack = made.engine.apply(sender.commit())
@@ -175,7 +175,7 @@ def test_undo_of_copied_contents_without_proof_quarantines_the_engine(made):
 @pytest.mark.parametrize("made", PLACES[:1], indirect=True)
 def test_undo_of_exchanged_storage_needs_no_proof(made):
     for receiver in made.ranks.receivers:
-        receiver.loader.known = None
+        receiver.loader.live.known = None
     sender = ready(made, verify="none")
     tear(made.ranks.receivers[-1].loader.staging, after=3)
     assert not made.engine.apply(sender.commit()).ok
@@ -192,7 +192,7 @@ def test_a_finisher_that_raises_in_the_commit_is_run_again_for_the_old_weights(m
         if len(runs) == 1:
             raise LookupError("no graph")
 
-    receiver.loader._finishers = (finisher,)
+    receiver.loader.live.finishers = (finisher,)
     sender = ready(made)
     ack = made.engine.apply(sender.commit(proven=True))
     assert not ack.ok
@@ -212,7 +212,7 @@ def test_a_finisher_that_raises_in_the_undo_quarantines(made):
         if broken:
             raise LookupError("no graph")
 
-    receiver.loader._finishers = (finisher,)
+    receiver.loader.live.finishers = (finisher,)
     sender = ready(made)
     ack = made.engine.apply(sender.commit(proven=True))
     assert (ack.ok, ack.state) == (False, "quarantined")
@@ -225,7 +225,7 @@ def test_a_finisher_that_raises_in_the_undo_quarantines(made):
 def test_finishers_do_not_run_after_a_flip_that_failed(made):
     receiver = made.ranks.receivers[-1]
     runs: list[int] = []
-    receiver.loader._finishers = (lambda: runs.append(1),)
+    receiver.loader.live.finishers = (lambda: runs.append(1),)
     sender = ready(made)
     tear(receiver.loader.staging, after=3)
     assert not made.engine.apply(sender.commit(proven=True)).ok

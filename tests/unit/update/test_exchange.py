@@ -273,7 +273,7 @@ def exchange_and_compare(case: dict) -> None:
             assert received_bytes[number] <= kept_bytes[number] + gaps
         for model, loader in zip(models, loaders, strict=True):
             assert loader.missing(specs) == []
-            loader.commit()
+            loader.live.commit()
             for name, tensor in values.items():
                 assert all(torch.equal(place, model.cut(name, tensor)) for place in model.place(name))
         found = ResidentFold().fold(written)

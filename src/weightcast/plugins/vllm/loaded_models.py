@@ -29,7 +29,7 @@ from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import Weights, apart
 from weightcast.plugins.vllm.rank_protocol import is_dummy
 from weightcast.plugins.vllm.unpacked_model import UnpackedModel
-from weightcast.receiver.loader import Finisher
+from weightcast.receiver.live_weights import Finisher
 from weightcast.receiver.recorder import RecordedLoad, record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 from weightcast.wire.routes import Route

@@ -254,7 +254,7 @@ def test_a_commit_that_is_taken_back_brings_the_old_weights_to_all_ranks(server:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_refuses_the_commit_keeps_all_from_switching(server: Server, rank: int) -> None:
     sender = server.ready(1)
-    server.ranks[rank].receiver._committed = sender.session  # it says that it has switched already
+    server.ranks[rank].receiver._steps._committed = sender.session  # it says that it has switched already
     server.ranks[rank]._committed = ""
     ack = server.engine.apply(sender.commit(proven=True))
     assert not ack.ok
