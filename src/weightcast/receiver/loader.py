@@ -19,10 +19,10 @@ from weightcast.receiver.bucket_copier import BucketCopier
 from weightcast.receiver.bucket_copies import BucketCopies, LoadPlan, ShareRoutes
 from weightcast.receiver.computed_sources import ComputedSources
 from weightcast.receiver.coverage import overlapping, uncovered, within
-from weightcast.receiver.live_weights import Finisher, LiveWeights
 from weightcast.receiver.offer import check_offer
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_sums import ResidentSums
+from weightcast.receiver.resident_versions import Finisher, ResidentVersions
 from weightcast.receiver.staging import StagingPlace, StagingSet
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
@@ -299,8 +299,8 @@ class Loader:
             known = self.plan.rows[layout.index] = layout, rows_of(layout, self.computed)
         return known[1]
 
-    def _live(self, finishers: Sequence[Finisher]) -> LiveWeights:
-        return LiveWeights(self.staging, self._sums, self.computing, finishers=finishers, device=self._device)
+    def _live(self, finishers: Sequence[Finisher]) -> ResidentVersions:
+        return ResidentVersions(self.staging, self._sums, self.computing, finishers=finishers, device=self._device)
 
     def _use(self, plan: UpdateTables | None) -> None:
         """Drops all that belongs to another plan."""

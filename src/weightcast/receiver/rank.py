@@ -17,10 +17,10 @@ from weightcast.comm.remote_reads import RemoteReadFailed
 from weightcast.comm.update_group import GroupFailed
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, Refused
-from weightcast.receiver.live_weights import Finisher
 from weightcast.receiver.loader import Loader, residents_of
-from weightcast.receiver.rank_steps import RankSteps
+from weightcast.receiver.rank_updates import RankUpdates
 from weightcast.receiver.recorder import LoadWeights
+from weightcast.receiver.resident_versions import Finisher
 from weightcast.receiver.staging import StagingPlace, choose_place
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.wire.answers import RankAck
@@ -94,7 +94,7 @@ class WeightReceiver:
         self.staging_note = _staging_note(place, why, self.loader.size_bytes) if staging == "auto" else ""
         self.loader.stage(place, keep_storage=keep_storage, may_move=may_move)
         prepare_kernels(self.device)
-        self._steps = RankSteps(
+        self._steps = RankUpdates(
             self.loader,
             rank=tp_rank,
             tp_size=tp_size,

@@ -29,8 +29,8 @@ from weightcast.errors import ConfigError
 from weightcast.plugins.drafts import Weights, apart
 from weightcast.plugins.vllm.rank_protocol import is_dummy
 from weightcast.plugins.vllm.unpacked_model import UnpackedModel
-from weightcast.receiver.live_weights import Finisher
 from weightcast.receiver.recorder import RecordedLoad, record_routes
+from weightcast.receiver.resident_versions import Finisher
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 from weightcast.wire.routes import Route
 

@@ -10,10 +10,10 @@ from typing import Any, assert_never
 import torch
 
 from weightcast.errors import EngineFailure, Refused
-from weightcast.receiver.live_weights import Finisher
 from weightcast.receiver.loader import READ_BACK, Loader
 from weightcast.receiver.offer import check_copies
 from weightcast.receiver.peer_copies import PeerCopies
+from weightcast.receiver.resident_versions import Finisher
 from weightcast.receiver.shares import Shares
 from weightcast.receiver.sources.broadcast import GroupSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
@@ -42,7 +42,7 @@ from weightcast.wire.messages import (
 )
 
 
-class RankSteps:
+class RankUpdates:
     """One rank's updates.  One thread at a time calls all methods but ``interrupt``.
 
     Attributes:

@@ -15,7 +15,7 @@ from weightcast.wire.held import HeldSums
 Finisher = Callable[[], object]
 
 
-class LiveWeights:
+class ResidentVersions:
     """The live weights of one rank.
 
     Attributes:
