@@ -13,6 +13,9 @@ class PeerCopies:
     """One rank's copies, in both directions.
 
     Where a model computes with sources, the chunk after the last has the proof of what was computed from them.
+
+    Attributes:
+        taken: Number of chunks that came in this update.
     """
 
     def __init__(self, loader: Loader, *, rank: int, tp_size: int) -> None:
@@ -21,7 +24,7 @@ class PeerCopies:
         self._peer = PeerSource()
         self._giving: tuple[object, ResidentChunks] | None = None  # of the live weights, and their form
         self._taking: ResidentChunks | None = None  # of this update
-        self._taken = 0
+        self.taken = 0
 
     def give(self, message: ReadChunk) -> bytes:
         """Copies a chunk of the live weights; waits for the device.
@@ -45,45 +48,40 @@ class PeerCopies:
 
     def total(self) -> int:
         """Number of chunks that this update fetches in all."""
-        if self._taking is None:
-            self._taking = self.chunks()
-        return len(self._taking) + bool(self._loader.computed)
+        return len(self._own()) + bool(self._loader.computed)
 
     def read(self, message: Fetch, *, timeout_s: float) -> bytes:
         """Reads a chunk from the peer; raises ``EngineFailure`` if the peer does not give it."""
-        if self._taking is None:
-            self._taking = self.chunks()
-        return self._peer.read(message, rank=self._rank, layout=self._taking.layout, timeout_s=timeout_s)
+        return self._peer.read(message, rank=self._rank, layout=self._own().layout, timeout_s=timeout_s)
 
     def take(self, index: int, data: bytes) -> None:
         """Copies a peer's chunk into the staging set; raises ``Refused`` if its size is not that of this rank's own."""
-        chunks, loader = self._taking, self._loader
-        assert chunks is not None, "``read`` first"
+        chunks, loader = self._own(), self._loader
         loader.touched = loader.touched or not loader.staging.staged
         if index == len(chunks):
             loader.computing.hear(data)
         else:
             chunks.write(index, data, loader.staging.target)
-        self._taken = index + 1
-
-    @property
-    def taken(self) -> int:
-        """Number of chunks that came in this update."""
-        return self._taken
+        self.taken = index + 1
 
     def missing(self) -> list[str]:
         """Source tensors that have not come, or not all of them, once some have."""
-        assert self._taking is not None
-        lacking = self._taking.sources(self._taken)
-        return lacking or list(self._loader.computed if self._taken < self.total() else ())
+        lacking = self._own().sources(self.taken)
+        return lacking or list(self._loader.computed if self.taken < self.total() else ())
 
     def end(self) -> None:
         """Ends an update and its connections; safe to call twice."""
         self._peer.close()
-        self._taking, self._taken = None, 0
+        self._taking, self.taken = None, 0
 
     def chunks(self) -> ResidentChunks:
         """The live weights as chunks, with the dtypes that the parameters have now."""
         loader = self._loader
         routes = [route for found in loader.routes.values() for route in found]
         return ResidentChunks([*routes, *loader.computing.places], loader.staging.live, tp_size=self._tp_size)
+
+    def _own(self) -> ResidentChunks:
+        """The chunks of this update; the parameters keep their dtypes until it is over."""
+        if self._taking is None:
+            self._taking = self.chunks()
+        return self._taking
