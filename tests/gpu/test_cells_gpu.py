@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,8 @@ from tests.gpu.cells import (
     fleet_on,
 )
 from tests.gpu.needs import needs
+from weightcast.comm.rendezvous import GroupFailed, Rendezvous, here, with_token
+from weightcast.comm.update_group import UpdateGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +82,30 @@ def test_the_rest_of_the_cell_of_a_killed_engine_commits_in_the_same_update(flee
 
 def test_an_engine_that_is_killed_in_messages_is_named_and_the_others_commit(fleet: Fleet, record: Record) -> None:
     record("answer", check_killed(fleet, MESSAGES))
+
+
+def test_a_member_hears_that_the_head_gives_up_while_nccl_waits_for_another_one() -> None:
+    place, token, cancelled = Rendezvous(host="127.0.0.1", timeout_s=300.0), secrets.token_hex(16), threading.Event()
+    same: dict[str, Any] = {"name": "g", "token": token, "world_size": 3}
+    same |= {"device": torch.device("cuda:0"), "timeout_s": 300.0}
+    heard: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            UpdateGroup.join(host="127.0.0.1", port=place.port, rank=1, **same)
+        except GroupFailed as error:
+            heard.append(error)
+
+    dead = with_token(place.visit(), token)  # a member that comes, and dies before it enters NCCL
+    assert dead.add(here(2, 3), 1) == 1
+    assert dead.add("arrived/3", 1) == 1
+    member = threading.Thread(target=join, daemon=True)
+    member.start()
+    threading.Timer(5.0, cancelled.set).start()
+    with pytest.raises(GroupFailed, match="cancelled"):
+        UpdateGroup(store=lambda: place.store, address="127.0.0.1", rank=0, cancelled=cancelled, **same)
+    given_up = time.monotonic()
+    member.join(60.0)
+    assert heard, "the member still waits"
+    assert time.monotonic() - given_up < 20.0
+    assert "cancelled" in str(heard[0])

@@ -157,6 +157,7 @@ class UpdateGroup:
             if cancelled is not None and cancelled.is_set():
                 self.abort("cancelled")
                 raise GroupFailed(f"group {name}: the rendezvous was cancelled")
+            self._look_for_abort()  # NCCL waits for a member that died while it connects, and looks at no clock
             if time.monotonic() > deadline + naming_s:
                 break
         if not made:
