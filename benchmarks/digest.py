@@ -20,7 +20,7 @@ import torch
 
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.transfers import PlacedLaunches, transfers_on
+from weightcast.digest.transfers import launches_of, transfers_on
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.shapes import model_shape
 from weightcast.wire.box import Box
@@ -117,13 +117,19 @@ def one_tensor_cases(size_bytes: int, device: torch.device) -> dict[str, Callabl
 
 def measure(pieces: list[TensorPiece], device: torch.device, repeats: int) -> dict[str, float]:
     size_bytes = sum(piece.tensor.nbytes for piece in pieces)
-    launches = PlacedLaunches(device, len(pieces))
     transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
+    launches = None
 
-    def sums() -> torch.Tensor:
-        return launches.run("", lambda: transfers) if transfers_on(device) else partial_sums(pieces)
+    def sums() -> torch.Tensor | None:
+        return partial_sums(pieces) if launches is None else launches.launch()
 
-    first_host_s = host_seconds(sums, device)
+    def first() -> torch.Tensor | None:
+        nonlocal launches
+        if transfers_on(device):
+            launches = launches_of(transfers, len(pieces), device)
+        return sums()
+
+    first_host_s = host_seconds(first, device)
     again_host_s = host_seconds(sums, device)
     extra_bytes = 0
     if device.type == "cuda":
@@ -153,8 +159,7 @@ def on_the_way(shapes: list[Shape], device: torch.device, repeats: int) -> dict[
         for number, (piece, target) in enumerate(zip(pieces, targets, strict=True))
     ]
     size_bytes = sum(piece.tensor.nbytes for piece in pieces)
-    launches = PlacedLaunches(device, len(pieces))
-    taken_s = seconds(lambda: launches.run("", lambda: transfers), device, repeats)
+    taken_s = seconds(launches_of(transfers, len(pieces), device).launch, device, repeats)
     copies_s = seconds(
         lambda: [target.copy_(piece.tensor) for piece, target in zip(pieces, targets, strict=True)], device, repeats
     )

@@ -16,8 +16,7 @@ from weightcast.digest.definition import (
     partial_sums,
     tensor_digest,
 )
-from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.transfers import PlacedLaunches
+from weightcast.digest.pieces import TensorPiece
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -259,32 +258,3 @@ def test_more_than_2_31_words():
 def test_digests_of_a_gpu_tensor():
     tensor = random_tensor((300, 576), torch.bfloat16)
     assert tensor_digest(tensor.cuda()) == tensor_digest(tensor)
-
-
-def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
-    memory = torch.randint(0, 256, (4 << 20,), dtype=torch.uint8, device="cuda")
-    launches: dict[int, PlacedLaunches] = {}
-    made: list[int] = []
-
-    def sums(rows: int) -> list[int]:
-        def transfers() -> list[Transfer]:
-            made.append(rows)
-            parts = memory.view(torch.bfloat16).view(rows, -1).split(rows // 2)
-            return [
-                Transfer(piece=TensorPiece(tensor=part, full_shape=tuple(part.shape)), total=number)
-                for number, part in enumerate(parts)
-            ]
-
-        found = launches.setdefault(rows, PlacedLaunches(memory.device, 2))
-        return found.run(memory.data_ptr(), transfers).tolist()
-
-    def wanted(rows: int) -> list[int]:
-        parts = memory.cpu().view(torch.bfloat16).view(rows, -1).split(rows // 2)
-        return partial_sums([TensorPiece(tensor=part, full_shape=tuple(part.shape)) for part in parts]).tolist()
-
-    for rows in (64, 64, 128, 64, 64):
-        memory.random_(0, 256)
-        assert sums(rows) == wanted(rows)
-    assert made == [64, 128]
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert sums(64) == wanted(64)

@@ -13,7 +13,7 @@ import torch
 from tests.gpu.needs import needs
 from weightcast.comm.cuda_driver import as_tensor
 from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.transfers import PlacedLaunches, prepare_kernels
+from weightcast.digest.transfers import launches_of, prepare_kernels
 from weightcast.plugins.switch_rank import SwitchRank
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open, Readback
@@ -76,7 +76,6 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
     transfers = [
         Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target, total=0, far=True)
     ]
-    launches = PlacedLaunches(DEVICE, 1)
     matrix = torch.randn(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
 
     def step() -> None:
@@ -91,7 +90,8 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
 
     copying = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(copying):
-        launches.run("here", lambda: transfers)
+        launches = launches_of(transfers, 1, DEVICE)
+        launches.launch()
     torch.cuda.synchronize(DEVICE)
     alone = min(seconds_of_a_step() for _ in range(5))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -99,7 +99,7 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
     torch.cuda.synchronize(DEVICE)
     with torch.cuda.stream(copying):
         start.record()
-        launches.run("here", lambda: transfers)
+        launches.launch()
         end.record()
     beside = list[float]()
     while not end.query():

@@ -7,9 +7,10 @@ import torch
 
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
 from weightcast.digest import far_copies
+from weightcast.digest.copy_program import CopyProgram, CopyStep, View, flat_stand_in
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.transfers import PlacedLaunches, can_transfer, prepare_kernels
+from weightcast.digest.transfers import can_transfer, launches_of, prepare_kernels
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -52,15 +53,21 @@ def test_every_shape_in_one_launch(dtype, first, far, monkeypatch):
         for number, (piece, goal) in enumerate(zip(there, goals, strict=True))
     ]
     assert all(can_transfer(transfer) for transfer in transfers)
-    launches = PlacedLaunches(DEVICE, len(pieces))
+    launches = launches_of(transfers, len(pieces), DEVICE)
     expected = partial_sums(pieces)
-    for _ in range(2):  # the second time finds what the first has worked out
-        sums = launches.run("here", lambda: transfers).cpu()
+    for _ in range(2):
+        sums = sums_of(launches).cpu()
         for number, (piece, goal) in enumerate(zip(pieces, goals, strict=True)):
             assert sums[number] == (0 if number % 3 == 2 else expected[number]), piece.tensor.shape
             arrived = torch.zeros_like(piece.tensor) if number % 3 == 1 else piece.tensor
             assert torch.equal(raw(goal), raw(arrived)), piece.tensor.shape
             goal.zero_()
+
+
+def sums_of(launches) -> torch.Tensor:
+    sums = launches.launch()
+    assert sums is not None, "made for another stream"
+    return sums
 
 
 @pytest.mark.parametrize("first", [0, 1, 16])
@@ -85,7 +92,7 @@ def test_masters_are_cast_as_torch_casts_them(first, shift):
         for number, (piece, goal) in enumerate(zip(pieces, goals, strict=True))
     ]
     assert all(map(can_transfer, transfers))
-    sums = PlacedLaunches(DEVICE, len(pieces)).run("here", lambda: transfers).cpu()
+    sums = sums_of(launches_of(transfers, len(pieces), DEVICE)).cpu()
     expected = partial_sums([whole(values.cpu()) for values in wanted])
     for number, (values, goal) in enumerate(zip(wanted, goals, strict=True)):
         assert sums[number] == (0 if number % 3 == 2 else expected[number]), values.shape
@@ -99,7 +106,7 @@ def test_every_float32_is_cast_as_torch_casts_it():
     source = (high[:, None] | low).view(torch.float32).contiguous()
     target = torch.empty_like(source, dtype=torch.bfloat16)
     transfer = Transfer(piece=whole(source), target=target, total=0, casts=True)
-    PlacedLaunches(DEVICE, 1).run("here", lambda: [transfer])
+    sums_of(launches_of([transfer], 1, DEVICE))
     assert torch.equal(raw(target), raw(source.to(torch.bfloat16)))
 
 
@@ -109,7 +116,7 @@ def test_nothing_is_written_beside_the_target():
     wanted = around.clone()
     wanted[5:75, 8:1508] = source
     transfers = [Transfer(piece=whole(source), target=around[5:75, 8:1508], total=0)]
-    sums = PlacedLaunches(DEVICE, 1).run("here", lambda: transfers)
+    sums = sums_of(launches_of(transfers, 1, DEVICE))
     assert torch.equal(raw(around), raw(wanted))
     assert sums.cpu().equal(partial_sums([whole(source.cpu())]))
 
@@ -120,35 +127,30 @@ def test_boxes_of_one_tensor_add_up():
     there = tensor.to(DEVICE)
     goal = torch.zeros_like(there)
     transfers = [Transfer(piece=part(there, box), target=part(goal, box).tensor, total=0) for box in boxes]
-    sums = PlacedLaunches(DEVICE, 1).run("here", lambda: transfers)
+    sums = sums_of(launches_of(transfers, 1, DEVICE))
     assert sums.cpu().equal(partial_sums([whole(tensor)]))
     assert torch.equal(raw(goal), raw(tensor))
 
 
-def test_another_place_and_another_stream_are_worked_out_anew():
-    memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=DEVICE)
-    goal = torch.zeros_like(memory)
-    launches = PlacedLaunches(DEVICE, 1)
-    made: list[int] = []
+def test_a_program_sees_new_values_in_other_memory_and_on_another_stream():
+    size_bytes, rows = 1 << 20, 64
+    shape = (rows, size_bytes // 2 // rows)
+    views = [View(memory, torch.bfloat16, shape, (shape[1], 1), 0) for memory in (0, 1)]
+    step = CopyStep(source=views[0], target=views[1], full_shape=shape, total=0)
+    program = CopyProgram([step], [flat_stand_in(size_bytes)] * 2, DEVICE, num_sums=1)
 
-    def check(rows: int) -> None:
-        def transfers() -> list[Transfer]:
-            made.append(rows)
-            view = memory.view(torch.bfloat16).view(rows, -1)
-            return [Transfer(piece=whole(view), target=goal.view(torch.bfloat16).view(rows, -1), total=0)]
-
+    def check(memory: torch.Tensor, goal: torch.Tensor) -> None:
         memory.random_(0, 256)
-        sums = launches.run(rows, transfers).cpu()
+        sums = program.sums([memory, goal]).cpu()
         assert torch.equal(goal, memory)
-        assert sums.equal(partial_sums([whole(memory.cpu().view(torch.bfloat16).view(rows, -1))]))
+        assert sums.equal(partial_sums([whole(memory.cpu().view(torch.bfloat16).view(shape))]))
 
-    for rows in (64, 64, 128, 64):
-        check(rows)
-    assert made == [64, 128]
+    memories = [torch.zeros(size_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
+    for source, target in ((0, 1), (0, 1), (2, 3), (0, 1)):
+        check(memories[source], memories[target])
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        check(64)
-    assert made == [64, 128, 64]
+        check(memories[0], memories[1])
 
 
 def test_what_cannot_be_one_launch():
@@ -177,10 +179,10 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
                 Transfer(piece=piece, target=torch.empty_like(piece.tensor), total=number, far=far)
                 for number, piece in enumerate(sources)
             ]
-            PlacedLaunches(DEVICE, len(copies)).run("here", lambda copies=copies: copies)
+            sums_of(launches_of(copies, len(copies), DEVICE))
     for shift in (0, 1):
         source = torch.randn(64 * 130 + shift, device=DEVICE)[shift:].view(64, 130)
         for goal in (None, torch.empty(64, 130, dtype=torch.bfloat16, device=DEVICE)):
             transfer = Transfer(piece=whole(source), target=goal, total=0, casts=True)
-            PlacedLaunches(DEVICE, 1).run("here", lambda transfer=transfer: [transfer])
+            sums_of(launches_of([transfer], 1, DEVICE))
     assert variants() == prepared

@@ -7,8 +7,7 @@ alone, before an update, and takes the memories of each update when it runs.  It
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,13 +15,19 @@ from weightcast.digest.copies import bits, copy_all
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import TensorPiece, Transfer, check_piece
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
-from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
+from weightcast.digest.transfers import can_transfer, launches_of, transfers_on
 from weightcast.runtime.tensor_places import addresses_of
 from weightcast.wire.box import Box, contiguous_strides
 from weightcast.wire.casts import is_copied_cast
 from weightcast.wire.layout import TensorSlot
 
+if TYPE_CHECKING:
+    from weightcast.digest.kernel import GpuLaunches
+    from weightcast.digest.on_cpu import CpuLaunches
+
 __all__ = ["CopyProgram", "CopyStep", "View", "flat_stand_in", "view_of_slot"]
+
+_MAX_PLACES = 16
 
 
 class View(NamedTuple):
@@ -85,7 +90,7 @@ class CopyProgram:
     Attributes:
         form: The object that stands for the forms of the memories: for another one there must be another program.
         rest: Steps that no launch takes: a memory is on another device, or a cast is not a part of a copy.
-        small: As ``PlacedLaunches.small``.
+        small: As that of the last launch on a CPU, which looked at what it summed.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class CopyProgram:
             device: The device whose memories a launch can take.
             far: Numbers of memories that lie on another GPU and are mapped for this one.
             launches: False if torch does all; None where launches on the device are worth it.
-            looks: As for ``PlacedLaunches``.
+            looks: Whether launches on a CPU look at what they sum, for ``small``.
         """
         self.form = form
         self._device, self._num_sums = device, num_sums
@@ -116,21 +121,16 @@ class CopyProgram:
         self.rest: list[CopyStep] = list(steps)
         self._launched: list[CopyStep] = []
         self._template: Template | None = None
-        self._launches: PlacedLaunches | None = None
+        # By the addresses of all memories, so they are never out of date.
+        self._launches: dict[tuple[int, ...], GpuLaunches | CpuLaunches] = {}
+        self._looks = looks
+        self.small = False
         if transfers_on(device) if launches is None else launches:
-            self._plan(steps, memories, device, num_sums, looks=looks)
+            self._plan(steps, memories, device)
         self._sums_all = all(step.total is None for step in self.rest)
         self._numbers: dict[torch.device, torch.Tensor] = {}  # of the sums of ``rest``, by the device of their values
 
-    def _plan(
-        self,
-        steps: Sequence[CopyStep],
-        memories: Sequence[torch.Tensor],
-        device: torch.device,
-        num_sums: int,
-        *,
-        looks: bool,
-    ) -> None:
+    def _plan(self, steps: Sequence[CopyStep], memories: Sequence[torch.Tensor], device: torch.device) -> None:
         made = StandIns()
         near = {
             number: one if one.is_meta else made.of(one)
@@ -154,10 +154,7 @@ class CopyProgram:
                 continue
             transfers.append(copied)
             self._launched.append(step)
-        if not transfers:
-            return
-        self._launches = PlacedLaunches(device, num_sums, looks=looks)
-        if not self._far:  # copy engines may bring what is far, which the places decide
+        if transfers and not self._far:  # copy engines may bring what is far, which the places decide
             ends = [(one.source.memory, NOWHERE if one.target is None else one.target.memory) for one in self._launched]
             self._template = Template(transfers, ends, device)
 
@@ -177,20 +174,16 @@ class CopyProgram:
         return form is self.form and all(memories[number].numel() >= size for number, size in self._sizes)
 
     @property
-    def small(self) -> bool:
-        """As ``PlacedLaunches.small``."""
-        return self._launches is not None and self._launches.small
-
-    @property
     def sums_all(self) -> bool:
         """True if a launch takes all sums."""
         return self._sums_all
 
     def prepare(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...] | None = None) -> None:
         """Makes the tables for memories that lie here; nothing is read.  ``addresses`` are as for ``run``."""
-        if self._launches is not None:
+        if self._launched:
             addresses = addresses or addresses_of(memories)
-            self._launches.prepare(addresses, partial(self._placed, memories, addresses))
+            if addresses not in self._launches:
+                self._make(memories, addresses)
 
     def run(
         self,
@@ -211,9 +204,14 @@ class CopyProgram:
             The sums, int64 ``[num_sums]`` on the device, to be read mod 2**64; None unless they are to be ``summed``.
         """
         sums: torch.Tensor | None = None
-        if self._launches is not None:
+        if self._launched:
             addresses = addresses or addresses_of(memories)
-            sums = self._launches.run(addresses, partial(self._placed, memories, addresses), summed=summed)
+            launches = self._launches.get(addresses)
+            sums = launches.launch(summed=summed) if launches is not None else None
+            if launches is None or sums is None:  # or they were made for another stream
+                launches = self._make(memories, addresses)
+                sums = launches.launch(summed=summed)
+            self.small = launches.small
         self._copy_rest(memories, on_cast)
         return self._with_rest(sums, memories) if summed else None
 
@@ -243,11 +241,17 @@ class CopyProgram:
             sums = sums.index_add(0, self._numbers[device], found.to(self._device))
         return sums
 
-    def _placed(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> Sequence[Transfer] | Placed:
+    def _make(self, memories: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> GpuLaunches | CpuLaunches:
+        transfers: Sequence[Transfer] | Placed
         if self._template is not None:
-            return Placed(self._template, addresses)
-        viewed = _Viewed(dict(enumerate(memories)))
-        return [transfer for step in self._launched if (transfer := self._transfer(step, viewed)) is not None]
+            transfers = Placed(self._template, addresses)
+        else:
+            viewed = _Viewed(dict(enumerate(memories)))
+            transfers = [one for step in self._launched if (one := self._transfer(step, viewed)) is not None]
+        if len(self._launches) >= _MAX_PLACES:
+            self._launches.clear()
+        made = self._launches[addresses] = launches_of(transfers, self._num_sums, self._device, looks=self._looks)
+        return made
 
     def _transfer(self, step: CopyStep, viewed: _Viewed) -> Transfer | None:
         """None if the step has a cast that is not a part of a copy."""

@@ -70,6 +70,8 @@ def _sums(plans: Sequence[TransferPlan], count: int, device: torch.device) -> to
 class GpuLaunches:
     """Copies with sums that can be launched again and again, as long as all memory stays where it is."""
 
+    small = False  # as that of ``CpuLaunches``: nothing looks at what is summed
+
     def __init__(self, transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> None:
         """Works out the launches that give `count` sums, of transfers for which `can_transfer` is true.
 

@@ -1,13 +1,12 @@
-"""Copies that come again in the same places, with the digest sums of what is copied.
+"""Launches that copy and sum: all copies of a bucket are one, for memories that stay where they are.
 
-All copies of a bucket are one launch, worked out once for each place.  Digests are summed while the bytes pass, so
-proof costs no pass of its own.  That goes for CUDA, and for CPUs where numba is installed; elsewhere a copy and a
-digest are two passes: see ``transfers_on``.
+Digests are summed while the bytes pass, so proof costs no pass of its own.  That goes for CUDA, and for CPUs where
+numba is installed; elsewhere a copy and a digest are two passes: see ``transfers_on``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +18,6 @@ from weightcast.digest.templates import Placed
 
 if TYPE_CHECKING:
     from weightcast.digest.kernel import GpuLaunches
-
-_MAX_PLACES = 16
 
 
 def prepare_kernels(device: torch.device, *, size_bytes: int | None = None) -> None:
@@ -46,7 +43,7 @@ def transfers_on(device: torch.device) -> bool:
 
 
 def can_transfer(transfer: Transfer) -> bool:
-    """True if ``PlacedLaunches`` takes it: one device, one dtype, and rows that are runs of adjacent bytes.
+    """True if a launch takes it: one device, one dtype, and rows that are runs of adjacent bytes.
 
     With ``casts``, the dtypes are float32 and bfloat16.
     """
@@ -60,66 +57,22 @@ def can_transfer(transfer: Transfer) -> bool:
     return True
 
 
-class PlacedLaunches:
-    """The launches of some transfers, for the places in which their memories have lain of late.
-
-    It belongs to what the transfers were worked out for, such as one bucket of a plan, and ends with it.  A place says
-    where all of the memory lies, so what is kept for it is never out of date.  It keeps no memory alive.  One thread at
-    a time.
-    """
-
-    def __init__(self, device: torch.device, count: int, *, looks: bool = False) -> None:
-        """Takes the device of all memory, for which ``transfers_on`` is true, and the number of sums.
-
-        ``looks`` makes launches on a CPU look at what they sum, for ``small``.
-        """
-        self.small = False  # as that of the last launch on a CPU
-        self._looks = looks
-        self._device = device
-        self._count = count
-        self._known: dict[Hashable, GpuLaunches | on_cpu.CpuLaunches] = {}
-
-    def run(
-        self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed], *, summed: bool = True
-    ) -> torch.Tensor:
-        """Copies and sums.  Enqueued on the current stream of a GPU, done on a CPU.
-
-        The key ``place`` stands for the addresses of all sources and targets.  ``transfers`` makes transfers for which
-        ``can_transfer`` is true, or a template of such ones with its addresses.  The sums are int64 ``[count]`` on the
-        device, to be read mod 2**64; of no meaning unless ``summed``, for which a CPU then does nothing.
-        """
-        known = self._known.get(place)
-        sums = known.launch(summed=summed) if known is not None else None
-        if sums is None:  # or it was made for another stream
-            known = self._make(place, transfers)
-            sums = known.launch(summed=summed)
-            assert sums is not None, "it was made for the current stream"
-        self.small = isinstance(known, on_cpu.CpuLaunches) and known.small
-        return sums
-
-    def prepare(self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]) -> None:
-        """Makes the tables that ``run`` needs for a place."""
-        if place not in self._known:
-            self._make(place, transfers)
-
-    def _make(
-        self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed]
-    ) -> GpuLaunches | on_cpu.CpuLaunches:
-        made = _launches(transfers(), self._count, self._device, looks=self._looks)
-        if len(self._known) >= _MAX_PLACES:
-            self._known.clear()
-        self._known[place] = made
-        return made
-
-
 def worth_launch(size_bytes: int, device: torch.device) -> bool:
     """True where a launch on a device sums this many bytes faster than ``partial_sums``."""
     return device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(size_bytes))
 
 
-def _launches(
-    transfers: Sequence[Transfer] | Placed, count: int, device: torch.device, *, looks: bool
+def launches_of(
+    transfers: Sequence[Transfer] | Placed, count: int, device: torch.device, *, looks: bool = False
 ) -> GpuLaunches | on_cpu.CpuLaunches:
+    """Makes the tables of launches that copy and sum; nothing is read, and no memory is kept alive.
+
+    Args:
+        transfers: Those for which ``can_transfer`` is true, or a template of such ones with its addresses.
+        count: Number of the sums.
+        device: The device of all memory, for which ``transfers_on`` is true.
+        looks: On a CPU, whether values that are summed are looked at, for ``small``.
+    """
     if device.type == "cpu":
         return on_cpu.CpuLaunches(transfers, count, looks=looks)
     from weightcast.digest.kernel import GpuLaunches

@@ -15,7 +15,7 @@ from weightcast.digest import on_cpu
 from weightcast.digest.definition import _sums_by_torch, as_unsigned, partial_sums
 from weightcast.digest.jobs import CPU_COLS
 from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.transfers import PlacedLaunches, can_transfer
+from weightcast.digest.transfers import can_transfer
 from weightcast.wire.box import Box
 
 # Around the edges of tiles, of narrow tiles, and of rows that are summed four or eight at a time.
@@ -230,17 +230,10 @@ def test_any_number_of_threads_gives_the_same():
 
 def test_launches_that_are_kept_read_the_memory_anew():
     tensor = random_tensor((64, 64), torch.bfloat16)
-    launches = PlacedLaunches(tensor.device, 1)
-
-    def transfers():
-        return [Transfer(piece=whole(tensor), total=0)]
-
-    def sums():
-        return launches.run("here", transfers).tolist()
-
-    assert sums() == _sums_by_torch([whole(tensor)]).tolist()
+    launches = on_cpu.CpuLaunches([Transfer(piece=whole(tensor), total=0)], 1)
+    assert launches.launch().tolist() == _sums_by_torch([whole(tensor)]).tolist()
     tensor.copy_(random_tensor((64, 64), torch.bfloat16, seed=9))
-    assert sums() == _sums_by_torch([whole(tensor)]).tolist()
+    assert launches.launch().tolist() == _sums_by_torch([whole(tensor)]).tolist()
 
 
 def test_memory_that_is_no_rows_of_runs_is_summed_as_well():

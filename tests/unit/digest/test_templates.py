@@ -11,7 +11,7 @@ from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import CPU_TILING, GPU_TILING, plans_of_transfers
 from weightcast.digest.pieces import TensorPiece, Transfer
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in
-from weightcast.digest.transfers import PlacedLaunches, can_transfer
+from weightcast.digest.transfers import can_transfer, launches_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64]
@@ -90,12 +90,11 @@ def test_one_template_serves_memory_that_moves():
     piece = TensorPiece(tensor=flat_like, full_shape=(3, 50))
     transfer = Transfer(piece=piece, target=StandIns().of(parameter), total=0)
     template = Template([transfer], [(0, 1)], CPU)
-    launches = PlacedLaunches(CPU, 1)
-    for place in range(3):
+    for _ in range(3):
         source, target = torch.randn(3, 50), torch.zeros(3, 50)
         addresses = [source.data_ptr(), target.data_ptr()]
-        placed = Placed(template, addresses)
-        sums = launches.run(place, lambda placed=placed: placed)
+        sums = launches_of(Placed(template, addresses), 1, CPU).launch()
+        assert sums is not None
         assert torch.equal(source, target)
         expected = partial_sums([TensorPiece(tensor=source, full_shape=(3, 50))])
         assert torch.equal(sums, expected)

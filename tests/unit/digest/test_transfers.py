@@ -12,7 +12,7 @@ from tests.helpers.ranks import allocate_slots
 from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.pieces import TensorPiece, Transfer
-from weightcast.digest.transfers import PlacedLaunches, can_transfer
+from weightcast.digest.transfers import can_transfer, launches_of
 from weightcast.exporters.module import ModuleExporter
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_answers import ResidentFold
@@ -84,15 +84,7 @@ def test_a_trainer_sums_what_it_copies(bucket_bytes):
     assert PlanSums().totals(sums).by_name() == digests(whole)
 
 
-def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
-    works: list[object] = []
-    run = PlacedLaunches.run
-
-    def noting(self, place, *others, **options):
-        works.append((self, place))
-        return run(self, place, *others, **options)
-
-    monkeypatch.setattr(PlacedLaunches, "run", noting)
+def test_memory_is_read_as_it_is_viewed_now():
     model = nn.Linear(4, 4, bias=False)
     memory = torch.randn(4, 8)
     model.weight.data = memory.view(-1)[:16].view(4, 4)
@@ -106,9 +98,6 @@ def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
         planned.fill(data)
         parts = {slot.spec.name: view.clone() for slot, view in Bucket(planned.layout, data).views()}
         assert torch.equal(parts["weight"], model.weight)
-    first, again, other = works
-    assert first == again
-    assert first != other
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,6 +130,7 @@ def test_sums_of_several_parts_and_copies_alone():
         Transfer(piece=TensorPiece(tensor=tensor, full_shape=(4, 3)), total=1),
         Transfer(piece=TensorPiece(tensor=tensor[:2], full_shape=(2, 3)), target=goal[2:]),
     ]
-    sums = PlacedLaunches(CPU, 2).run("here", lambda: some)
+    sums = launches_of(some, 2, CPU).launch()
+    assert sums is not None
     assert (sums != 0).tolist() == [False, True]
     assert goal.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 2], [3, 4, 5]]
